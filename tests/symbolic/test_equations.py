@@ -41,14 +41,14 @@ def test_what_both_sides_share_is_left_out(one: Int, other: Int, expected: set[I
 def test_equal_dimensions_become_the_one_that_comes_first() -> None:
     found = solve_equations([(B, C), (D, A), (C, D), (E, integer(7))], NAMES)
     assert {n: found.name_of(n) for n in NAMES} == dict.fromkeys("abcd", "a") | {"e": ""}
-    assert substitute(B * C + E, found.known) == A * A + integer(7)
+    assert substitute(B * C + E, found.values) == A * A + integer(7)
     assert not found.rest
 
 
 def test_what_one_equation_says_reduces_others() -> None:
     found = solve_equations([(A + B, C + D), (A, C), (B * E, D * integer(4))], NAMES)
     assert found.name_of("d") == "b"
-    assert found.known["e"] == integer(4)
+    assert found.values["e"] == integer(4)
 
 
 def test_names_inside_of_a_graph_tie_those_of_inputs() -> None:
@@ -58,7 +58,7 @@ def test_names_inside_of_a_graph_tie_those_of_inputs() -> None:
 
 def test_sums_are_left_as_they_are() -> None:
     found = solve_equations([(A + B, C)], NAMES)
-    assert not found.known
+    assert not found.values
     assert found.rest == ((A + B, C),)
 
 
@@ -87,5 +87,5 @@ def test_solutions_hold_wherever_the_equations_do(data: st.DataObject) -> None:
     for sizes in itertools.product(range(1, 5), repeat=4):
         values = dict(zip("abcd", sizes, strict=True))
         if all(evaluate(one, values) == evaluate(other, values) for one, other in equations):
-            assert all(evaluate(size, values) == values[name] for name, size in found.known.items())
+            assert all(evaluate(size, values) == values[name] for name, size in found.values.items())
             assert np.all([evaluate(one, values) == evaluate(other, values) for one, other in found.rest])

@@ -91,4 +91,4 @@ def test_inputs_of_verification_have_the_names_of_the_model(name: str, words: st
     assert (
         str(replace(named, batch=1)) == "batch 1, length 53, padded left"
     )  # what was said of other sizes counts no more
-    assert str(inputs.name_sizes(Case(2, 53, Padding.LEFT, given="a.npz"))) == "inputs a.npz"
+    assert str(inputs.name_sizes(Case(2, 53, Padding.LEFT, source="a.npz"))) == "inputs a.npz"

@@ -221,7 +221,7 @@ def _part(wanted: list[str], without: tuple[str, ...] = ()) -> RunnablePart | No
 def test_nodes_without_kernels_are_left_out() -> None:
     part = _part(["a", "c", "e"])
     assert part is not None
-    assert (part.drawn, part.known) == (("c",), ("a", "e"))
+    assert (part.drawn, part.computed) == (("c",), ("a", "e"))
     assert part.left_out == {"org.other::One": 2, "org.other::Two": 1} or part.left_out == {"org.other::Two": 1}
     assert [n.op_type for n in part.model.graph.node] == ["Neg", "Add", "Exp"]
     assert {i.name for i in part.model.graph.input} == {"x", "c"}

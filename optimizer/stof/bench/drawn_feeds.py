@@ -123,7 +123,7 @@ class ModelFeeds:
         return replace(case, other=tuple({**dict(case.other), **rows}.items()))
 
     def _take_given(self, feed: GivenFeed) -> TimedFeeds:
-        (case,) = [c for c in replace(self.inputs, given=(feed,)).select_cases(0.0) if c.given]
+        (case,) = [c for c in replace(self.inputs, user_feeds=(feed,)).select_cases(0.0) if c.source]
         self._check_run(feed)
         words = f"{feed.label}: {describe_feeds(self.model.graph.input, feed.arrays)}"
         return TimedFeeds(words, case.batch, case.length, self._find_scores(case), feed.arrays, False, case)

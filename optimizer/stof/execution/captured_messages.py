@@ -59,12 +59,12 @@ def import_onnxruntime() -> ModuleType:
     """
     if "onnxruntime" in sys.modules:
         return importlib.import_module("onnxruntime")
-    with _discarded_stderr():
+    with _discard_stderr():
         return importlib.import_module("onnxruntime")
 
 
 @contextlib.contextmanager
-def _discarded_stderr() -> Iterator[None]:
+def _discard_stderr() -> Iterator[None]:
     """Sends what libraries write to descriptor 2 nowhere."""
     try:
         before = os.dup(2)

@@ -37,7 +37,7 @@ class Case:
     padding: Padding
     other: tuple[tuple[str, int], ...] = ()  # dimensions of another length
     counts: Counts = Counts.USUAL
-    given: str = ""  # where a user's inputs come from; empty where they are drawn
+    source: str = ""  # where a user's inputs come from; empty where they are drawn
     # What its sizes are called, and of which sizes that was said; None: nothing was.
     words: tuple[tuple[object, ...], str] | None = field(default=None, compare=False)
 
@@ -50,8 +50,8 @@ class Case:
         return self.batch, self.length, self.other
 
     def __str__(self) -> str:
-        if self.given:
-            return f"inputs {self.given}"
+        if self.source:
+            return f"inputs {self.source}"
         other = "".join(f", {name} {size}" for name, size in self.other)
         sizes = f"batch {self.batch}, length {self.length}{other}"
         if self.words is not None and self.words[0] == self._sizes:

@@ -77,10 +77,10 @@ class Channel:
             os.close(descriptors[0])
         (count,) = shared[:_COUNT].cast("Q")
         sizes = shared[_COUNT : _COUNT * (1 + count)].cast("Q").tolist()
-        blocks, offset = [], _aligned(_COUNT * (1 + count))
+        blocks, offset = [], _align(_COUNT * (1 + count))
         for size in sizes:
             blocks.append(shared[offset : offset + size])
-            offset = _aligned(offset + size)
+            offset = _align(offset + size)
         return pickle.loads(blocks[0], buffers=blocks[1:])
 
     def _wait(self, seconds: float | None, watch: Callable[[], None] | None) -> None:
@@ -89,8 +89,8 @@ class Channel:
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             # A time in milliseconds has 31 bits.
-            left = None if end is None else min(max(0.0, end - time.monotonic()), 1e6)
-            step = left if watch is None else _LOOK if left is None else min(left, _LOOK)
+            seconds_left = None if end is None else min(max(0.0, end - time.monotonic()), 1e6)
+            step = seconds_left if watch is None else _LOOK if seconds_left is None else min(seconds_left, _LOOK)
             has_come = bool(poll.poll(None if step is None else 1000 * step))
             if watch is not None:
                 watch()
@@ -100,7 +100,7 @@ class Channel:
                 raise TimeoutError(f"it takes longer than {seconds:g} s")
 
 
-def _aligned(offset: int) -> int:
+def _align(offset: int) -> int:
     return offset + -offset % _ALIGNMENT
 
 

@@ -36,10 +36,10 @@ def as_lone_rank(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     if any((f.domain, f.name) == (_DOMAIN, _SUM) for f in model.functions):
         return model
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
-    found.ir_version = max(found.ir_version, _LOWEST_IR)
+    standalone = onnx.ModelProto()
+    standalone.CopyFrom(model)
+    standalone.ir_version = max(standalone.ir_version, _LOWEST_IR)
     body = [helper.make_node("Identity", ["input"], ["output"], name="sum_over_one_rank")]
     opsets = [helper.make_opsetid("", opset_of(model))]
-    found.functions.append(helper.make_function(_DOMAIN, _SUM, ["input"], ["output"], body, opsets))
-    return found
+    standalone.functions.append(helper.make_function(_DOMAIN, _SUM, ["input"], ["output"], body, opsets))
+    return standalone

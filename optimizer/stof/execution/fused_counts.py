@@ -26,11 +26,11 @@ def find_fused_counts(
     Of inputs that lead to other numbers of fused nodes, from one key to all are taken.
     """
     index = GraphIndex(graph)
-    found: dict[str, tuple[int, int | None]] = {}
+    key_ranges: dict[str, tuple[int, int | None]] = {}
 
     def restrict(name: str, least: int, most: int | None) -> None:
-        known, end = found.get(name, (least, most))
-        found[name] = max(known, least), most if end is None else end if most is None else min(end, most)
+        low, high = key_ranges.get(name, (least, most))
+        key_ranges[name] = max(low, least), most if high is None else high if most is None else min(high, most)
 
     for node in graph.node:
         for part in all_nodes([node]):
@@ -40,14 +40,14 @@ def find_fused_counts(
                 for name in find_inputs_behind(index, frozenset(node_tensors(node)), set(inputs)):
                     restrict(name, 1, 0)
                 continue
-            for place, operand in enumerate(node.input):
+            for input_index, operand in enumerate(node.input):
                 if symbolic.dtype(operand) not in (0, onnx.TensorProto.INT32, onnx.TensorProto.INT64):
                     continue
-                taken = _TAKEN.get((domain_of(node), node.op_type, place))
+                taken = _TAKEN.get((domain_of(node), node.op_type, input_index))
                 source = find_source(index, operand)
                 if taken is not None and source in inputs:
                     restrict(source, *taken)
                     continue
                 for name in find_inputs_behind(index, frozenset({operand}), set(inputs)):
                     restrict(name, 1, 0)
-    return found
+    return key_ranges

@@ -55,16 +55,16 @@ def read_given_inputs(source: InputSource | None, model: onnx.ModelProto) -> tup
     """
     if source is None or (isinstance(source, tuple) and not source):
         return ()
-    known = {t.name for t in model.graph.initializer}
+    initializers = {t.name for t in model.graph.initializer}
     declared = {i.name: i for i in model.graph.input}
-    needed = [name for name in declared if name not in known]
-    found = []
-    for given in _read(source, needed):
-        _check(given, declared, needed)
-        found.append(given)
-    if not found:
+    needed = [name for name in declared if name not in initializers]
+    feeds = []
+    for feed in _read(source, needed):
+        _check(feed, declared, needed)
+        feeds.append(feed)
+    if not feeds:
         raise ArgumentError(f"no inputs in {_describe(source)}: expected at least one set")
-    return tuple(found)
+    return tuple(feeds)
 
 
 def _read(source: InputSource, names: list[str]) -> Iterator[GivenFeed]:
@@ -131,8 +131,8 @@ def _read_tensor(path: Path, names: list[str]) -> tuple[str, np.ndarray]:
         array = numpy_helper.to_array(tensor)
     except Exception as error:  # protobuf's own errors, types without arrays, sequences
         raise ArgumentError(f"--inputs {path}: no tensor that can be read ({explained(error)})") from error
-    place = _number(path)[0]
-    name = tensor.name if tensor.name in names or place >= len(names) else names[place]
+    number = _number(path)[0]
+    name = tensor.name if tensor.name in names or number >= len(names) else names[number]
     return name or path.name, array
 
 
@@ -151,19 +151,19 @@ def _find_callable(text: str) -> Callable[[], Any]:
     module, _, function = text.partition(":")
     try:
         with _current_folder_first():
-            found = getattr(importlib.import_module(module), function)
+            target = getattr(importlib.import_module(module), function)
     except Exception as error:  # whatever the module raises
         raise ArgumentError(f"--inputs {text}: {type(error).__name__}: {explained(error)}") from error
-    if not callable(found):
+    if not callable(target):
         raise ArgumentError(f"--inputs {text}: {function} is no function")
-    return found  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
 
 
 def _call(function: Callable[[], Any], label: str, names: list[str]) -> Iterator[GivenFeed]:
     try:
         with _current_folder_first():
-            given = function()
-            feeds = [given] if isinstance(given, Mapping) else list(itertools.islice(given, _MOST))
+            answer = function()
+            feeds = [answer] if isinstance(answer, Mapping) else list(itertools.islice(answer, _MOST))
     except Exception as error:  # whatever the function raises
         raise ArgumentError(f"--inputs {label}: {type(error).__name__}: {explained(error)}") from error
     for number, feed in enumerate(feeds):
@@ -175,17 +175,17 @@ def _call(function: Callable[[], Any], label: str, names: list[str]) -> Iterator
         yield GivenFeed(f"{label} ({number})", {name: np.asarray(array) for name, array in feed.items()})
 
 
-def _check(given: GivenFeed, declared: Mapping[str, onnx.ValueInfoProto], needed: list[str]) -> None:
+def _check(feed: GivenFeed, declared: Mapping[str, onnx.ValueInfoProto], needed: list[str]) -> None:
     """Names, types and shapes."""
-    where = f"inputs {given.label}"
-    for name in given.arrays:
+    where = f"inputs {feed.label}"
+    for name in feed.arrays:
         if name not in declared:
             raise ArgumentError(f"{where}: the model has no input {name!r}; expected {', '.join(map(repr, needed))}")
-    missing = [name for name in needed if name not in given.arrays]
+    missing = [name for name in needed if name not in feed.arrays]
     if missing:
-        found = ", ".join(map(repr, given.arrays)) or "nothing"
-        raise ArgumentError(f"{where}: input {missing[0]!r} is missing; found {found}")
-    for name, array in given.arrays.items():
+        listed = ", ".join(map(repr, feed.arrays)) or "nothing"
+        raise ArgumentError(f"{where}: input {missing[0]!r} is missing; found {listed}")
+    for name, array in feed.arrays.items():
         kind = declared[name].type.tensor_type
         if not isinstance(array, np.ndarray):
             raise ArgumentError(f"{where}: input {name!r} is of type {type(array).__name__}; expected a NumPy array")

@@ -82,12 +82,12 @@ class InputSizes:
 
     def _merge(self, shape: Sequence[Int]) -> tuple[Int, ...]:
         """Sizes with one dimension for all that are equal."""
-        return tuple(substitute(d, self._solved.known) for d in shape)
+        return tuple(substitute(d, self._solved.values) for d in shape)
 
     def _find_batch_names(self) -> set[str]:
         """Dimensions that lead: of a vector, unless others have it behind their batch, or it is equal to such lengths."""
         shapes = [s for s in self._shapes if s]
-        found, alone = (
+        leading, alone = (
             {str(s[0].atom.args[0]) for s in shapes if (len(s) > 1) == several and s[0].atom is not None}
             for several in (True, False)
         )
@@ -98,8 +98,8 @@ class InputSizes:
         first = {n for s in self.scores for d in s[:-2] for n in size_names(d)}
         last = {n for s in self.scores for d in s[-2:] for n in size_names(d)}
         # So does a table [M, D] whose rows are looked up by positions along lengths.
-        rows = {n for needed, size in self._tables if not size_names(needed) <= found for n in size_names(size)}
-        return (found - ((behind & last | rows) - first)) | (alone - behind - equal)
+        rows = {n for needed, size in self._tables if not size_names(needed) <= leading for n in size_names(size)}
+        return (leading - ((behind & last | rows) - first)) | (alone - behind - equal)
 
     @property
     def changed_names(self) -> set[str]:
@@ -120,31 +120,33 @@ class InputSizes:
         return self.fit(case) != before
 
     def _shorten(self, case: Case) -> Case:
-        wrong = self._overrunning(self.choose(case))
+        wrong = self._find_overrunning(self.choose(case))
         # What overruns a table at any length is no look-up of positions that grow.
-        wrong = [x for x in wrong if x not in self._overrunning(self.choose(replace(case, length=1)))] if wrong else []
+        wrong = (
+            [x for x in wrong if x not in self._find_overrunning(self.choose(replace(case, length=1)))] if wrong else []
+        )
         low, high = 1, case.length
         while wrong and high - low > 1:
             middle = (low + high) // 2
-            overruns = set(wrong) & set(self._overrunning(self.choose(replace(case, length=middle))))
+            overruns = set(wrong) & set(self._find_overrunning(self.choose(replace(case, length=middle))))
             low, high = (low, middle) if overruns else (middle, high)
         return replace(case, length=low) if wrong else case
 
-    def _overrunning(self, sizes: Mapping[str, int]) -> list[Equation]:
+    def _find_overrunning(self, sizes: Mapping[str, int]) -> list[Equation]:
         """The look-ups whose positions are beyond their tables."""
-        found: list[Equation] = []
+        lookups: list[Equation] = []
         for needed, rows in self.limits:
             least, most = evaluate_or_none(needed, sizes), evaluate_or_none(rows, sizes)
             if least is not None and most is not None and least > most:
-                found.append((needed, rows))
-        return found
+                lookups.append((needed, rows))
+        return lookups
 
     def choose(self, case: Case) -> dict[str, int]:
         """Every dimension name at a case: leading ones are batches, all others lengths."""
-        found = self._choose(case)
+        sizes = self._choose(case)
         branches = self._symbolic.inner_equalities if self._is_taken is not None else []
-        taken = [b.pairs for b in branches if self._is_taken is not None and self._is_taken(b.conditions, case, found)]
-        return self._of_branch(tuple(p for pairs in taken for p in pairs))._choose(case) if taken else found
+        taken = [b.pairs for b in branches if self._is_taken is not None and self._is_taken(b.conditions, case, sizes)]
+        return self._of_branch(tuple(p for pairs in taken for p in pairs))._choose(case) if taken else sizes
 
     def _of_branch(self, equalities: tuple[Equation, ...]) -> InputSizes:
         """These dimensions where branches are taken in which further sizes are equal."""
@@ -154,23 +156,23 @@ class InputSizes:
         return self._by_branch[equalities]
 
     def _choose(self, case: Case) -> dict[str, int]:
-        names = [n for n in self._names if n not in self._solved.known]
-        found = {n: case.batch if n in self._batches else case.length for n in names}
+        names = [n for n in self._names if n not in self._solved.values]
+        sizes = {n: case.batch if n in self._batches else case.length for n in names}
         stated = {n: size for n, size in {**self.fixed, **dict(case.other)}.items() if n in self._names}
-        own = {self._solved.name_of(n): size for n, size in stated.items() if self._solved.name_of(n)}
-        found |= own
-        self._fit_scores(found, case, own)
-        self._leave_room(found, case, own)
-        self._agree(found, case, set(own))
-        self._enlarge_tables(found, set(own))
-        self._settle(found)
+        merged_stated = {self._solved.name_of(n): size for n, size in stated.items() if self._solved.name_of(n)}
+        sizes |= merged_stated
+        self._fit_scores(sizes, case, merged_stated)
+        self._leave_room(sizes, case, merged_stated)
+        self._agree(sizes, case, set(merged_stated))
+        self._enlarge_tables(sizes, set(merged_stated))
+        self._settle(sizes)
         for name, most in self.most.items():
-            if (merged := self._solved.name_of(name)) in found:
-                found[merged] = min(found[merged], most)
-        found |= own
+            if (merged := self._solved.name_of(name)) in sizes:
+                sizes[merged] = min(sizes[merged], most)
+        sizes |= merged_stated
         # A case may state sizes of names one by one. What runs have shown of one name holds for all that are equal to it.
         apart = {n: size for n, size in stated.items() if n in dict(case.other) or not self._solved.name_of(n)}
-        return {n: evaluate(self._merge([dim(n)])[0], found) for n in self._names} | apart
+        return {n: evaluate(self._merge([dim(n)])[0], sizes) for n in self._names} | apart
 
     def _fit_scores(self, sizes: dict[str, int], case: Case, stated: Mapping[str, int]) -> None:
         """Chooses dimensions for scores of the case's length: frames of so many samples, patches of an image.
@@ -190,7 +192,7 @@ class InputSizes:
         for name in set(wanted) & self._plain_names():
             wanted[name].append(case.length)
         sizes |= {name: max(options) for name, options in wanted.items()}
-        if self._longest(sizes) > max(_EXCESS * case.length, _SHORT):
+        if self._find_longest(sizes) > max(_EXCESS * case.length, _SHORT):
             sizes |= {name: min(options) for name, options in wanted.items()}
 
     def _leave_room(self, sizes: dict[str, int], case: Case, stated: Mapping[str, int]) -> None:
@@ -217,10 +219,10 @@ class InputSizes:
     def _plain_names(self) -> set[str]:
         return {str(d.atom.args[0]) for d in self.lengths if d.atom is not None and d.atom.kind == "size"}
 
-    def _longest(self, sizes: Mapping[str, int]) -> int:
+    def _find_longest(self, sizes: Mapping[str, int]) -> int:
         """The length of the longest scores."""
-        found = (evaluate_or_none(size, sizes) for size in self.lengths)
-        return max((n for n in found if n is not None), default=0)
+        lengths = (evaluate_or_none(size, sizes) for size in self.lengths)
+        return max((n for n in lengths if n is not None), default=0)
 
     def _agree(self, sizes: dict[str, int], case: Case, solved: set[str]) -> None:
         """Makes sizes agree that must be equal in a valid run: the mask's length and that of past and new keys, say.
@@ -242,12 +244,12 @@ class InputSizes:
                 if len(lengths) > 1:  # different ones, lest a past as long as the queries hide which is which
                     sizes[lengths[0]] = case.length // 2 + 1
                 try:
-                    found = evaluate(other, sizes)
+                    size = evaluate(other, sizes)
                 except UnsupportedError:
                     continue
-                if found < 1:
+                if size < 1:
                     continue
-                sizes[name] = found
+                sizes[name] = size
                 solved |= {name, *used}
                 break
             else:
@@ -287,30 +289,30 @@ class InputSizes:
 
     def _settle(self, sizes: dict[str, int]) -> None:
         """Makes lengths larger until all sizes agree and scores are not empty: an image of whole windows, say."""
-        wrong = self._disagreeing(sizes)
+        wrong = self._find_disagreeing(sizes)
         names = set().union(*(size_names(size) for size in wrong)) & set(sizes)
         names = {n for n in names - self._batches if not n.isdigit()}
         least = max((sizes[n] for n in names), default=0)
         for length in range(least, least + _SIDES) if names else []:
             tried = {**sizes, **dict.fromkeys(names, length)}
-            if not self._disagreeing(tried):
+            if not self._find_disagreeing(tried):
                 sizes |= tried
                 return
         if wrong:
             self._whole = []  # no sizes make them agree: they are not looked for again
 
-    def _disagreeing(self, sizes: dict[str, int]) -> list[Int]:
+    def _find_disagreeing(self, sizes: dict[str, int]) -> list[Int]:
         """Sizes that are equal in a valid run and are not, and sizes of scores that are nothing."""
-        found: list[Int] = []
+        unequal: list[Int] = []
         for one, other in self._whole:
             with contextlib.suppress(UnsupportedError, ZeroDivisionError):
                 if evaluate(one, sizes) != evaluate(other, sizes):
-                    found += [one, other]
+                    unequal += [one, other]
         for size in self._divided:
             with contextlib.suppress(UnsupportedError, ZeroDivisionError):
                 if evaluate(size, sizes) < 1:
-                    found.append(size)
-        return found
+                    unequal.append(size)
+        return unequal
 
     def _fix(self, size: Int, wanted: int, sizes: dict[str, int], solved: set[str], case: Case) -> set[str]:
         """Gives dimensions the value with which a size is a constant: patches of an image, one for each stored position."""
@@ -319,15 +321,15 @@ class InputSizes:
             return set()
         # All of them alike; or one of another size, as an image that is not square.
         first, *_ = sorted(names)
-        for given in [{}, *({first: n} for n in range(1, _SIDES))] if len(names) > 1 else [{}]:
-            rest = names - set(given)
-            found = {**given, **dict.fromkeys(rest, find_least(size, rest, case.batch, wanted, given))}
+        for assumed in [{}, *({first: n} for n in range(1, _SIDES))] if len(names) > 1 else [{}]:
+            rest = names - set(assumed)
+            values = {**assumed, **dict.fromkeys(rest, find_least(size, rest, case.batch, wanted, assumed))}
             try:
-                reached = evaluate(size, {**dict.fromkeys(size_names(size), case.batch), **found})
+                reached = evaluate(size, {**dict.fromkeys(size_names(size), case.batch), **values})
             except UnsupportedError:
                 return set()
             if reached == wanted:
-                sizes |= found
+                sizes |= values
                 return names
         return set()
 
@@ -342,12 +344,12 @@ def _factors(monomial: Sequence[object]) -> set[str]:
 
 
 def find_least(
-    size: Int, names: Collection[str], batch: int, wanted: int, given: Mapping[str, int] | None = None
+    size: Int, names: Collection[str], batch: int, wanted: int, other_sizes: Mapping[str, int] | None = None
 ) -> int:
-    """The least value of dimensions with which a size that grows with them is as large as wanted, others as ``given``."""
+    """The least value of dimensions with which a size that grows with them is as large as wanted, others as ``other_sizes``."""
 
     def reaches(n: int) -> bool:
-        others = {**dict.fromkeys(size_names(size), batch), **(given or {})}
+        others = {**dict.fromkeys(size_names(size), batch), **(other_sizes or {})}
         return evaluate(size, {**others, **dict.fromkeys(names, n)}) >= wanted
 
     try:

@@ -107,26 +107,29 @@ class InputUses:
         while pending:
             tensor, steps = pending.pop()
             for node in self._readers(tensor):
-                for place in (p for p, operand in enumerate(node.input) if operand == tensor):
-                    for use, low, high, is_hard in self._required(node, place):
+                for input_index in (p for p, operand in enumerate(node.input) if operand == tensor):
+                    for use, low, high, is_hard in self._find_required(node, input_index):
                         yield Bound(use, low, high, steps, is_hard)
-                    for output, step in self._continue(node, place):
+                    for output, step in self._continue(node, input_index):
                         if output and output not in seen and len(seen) < _MOST_TENSORS:
                             seen.add(output)
                             pending.append((output, steps if step is None else (*steps, step)))
 
     def shape(self, tensor: str) -> tuple[Int, ...] | None:
         """A tensor's shape, also of constants of subgraphs."""
-        found = self.symbolic.shape(tensor)
-        return self._inner_shapes.get(tensor) if found is None else tuple(found)
+        shape = self.symbolic.shape(tensor)
+        return self._inner_shapes.get(tensor) if shape is None else tuple(shape)
 
-    def _size(self, node: onnx.NodeProto, place: int, axis: int) -> Int | None:
+    def _size(self, node: onnx.NodeProto, input_index: int, axis: int) -> Int | None:
         """The size of an operand along an axis."""
-        shape = self.shape(node.input[place]) if place < len(node.input) else None
+        shape = self.shape(node.input[input_index]) if input_index < len(node.input) else None
         return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else None
 
-    def _required(self, node: onnx.NodeProto, place: int) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
+    def _find_required(
+        self, node: onnx.NodeProto, input_index: int
+    ) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
         """What a node requires of an operand."""
+        # Longer than 60 lines: a table with one entry for each operand of an operator.
         op, domain = node.op_type, domain_of(node)
         attributes = {a.name: a for a in node.attribute}
 
@@ -137,7 +140,7 @@ class InputUses:
             size = self._size(node, table, axis)
             yield use, integer(0), None if size is None else size - integer(1), size is not None
 
-        match domain, op, place:
+        match domain, op, input_index:
             case "", ("Gather" | "GatherElements"), 1:
                 yield from indices(InputUse.INDEX, 0, number("axis"))
             case "", ("ScatterElements" | "Scatter"), 1:
@@ -184,7 +187,7 @@ class InputUses:
             case "", ("CumSum" | "Squeeze" | "Unsqueeze" | "Pad" | "Trilu"), 1:
                 yield InputUse.VALUE, integer(0), integer(0), False
             case "", _, (0 | 1) if op in _COMPARES:
-                size = self._size(node, 1 - place, -1)
+                size = self._size(node, 1 - input_index, -1)
                 if size is None or size.constant != 1:
                     yield InputUse.LENGTH, integer(1), size, False
             case "", "RotaryEmbedding", 3:
@@ -196,7 +199,7 @@ class InputUses:
                 least = integer(1) if not is_offset or length is None else length
                 yield InputUse.INDEX, integer(0), None if rows is None else rows - least, True
             case "com.microsoft", ("EmbedLayerNormalization" | "QEmbedLayerNormalization"), (0 | 1):
-                yield from indices(InputUse.INDEX, (2, 4)[place], 0)
+                yield from indices(InputUse.INDEX, (2, 4)[input_index], 0)
             case "com.microsoft", "EmbedLayerNormalization", 8:
                 yield from indices(InputUse.INDEX, 3, 0)
             case "com.microsoft", "EmbedLayerNormalization", 7:
@@ -210,60 +213,60 @@ class InputUses:
             case "com.microsoft", "GroupQueryAttention", 9:
                 yield from indices(InputUse.INDEX, 7, 0)
             case "com.microsoft", _, _ if op in _GENERATES:
-                yield from self._required_by_generation(node, place)
+                yield from self._find_required_by_generation(node, input_index)
 
-    def _required_by_generation(
-        self, node: onnx.NodeProto, place: int
+    def _find_required_by_generation(
+        self, node: onnx.NodeProto, input_index: int
     ) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
         """The operands of nodes that generate tokens: a prompt, the lengths of the result, numbers of beams, masks."""
         is_beam = node.op_type == "BeamSearch"
-        if place == 1:
+        if input_index == 1:
             length = self._size(node, 0, 1)
             few = None if length is None else length + integer(4)
             yield InputUse.VALUE, few, few, True
-        elif place == 2 or place == (4 if is_beam else -1):
+        elif input_index == 2 or input_index == (4 if is_beam else -1):
             yield InputUse.VALUE, integer(1), integer(1), True
-        elif place == 3 and is_beam:
+        elif input_index == 3 and is_beam:
             yield InputUse.VALUE, integer(2), integer(2), True
-        elif place in ((7, 8) if is_beam else (4, 5)):  # words that are allowed
+        elif input_index in ((7, 8) if is_beam else (4, 5)):  # words that are allowed
             yield InputUse.VALUE, integer(1), integer(1), False
-        elif place == (9 if is_beam else 6):
+        elif input_index == (9 if is_beam else 6):
             yield InputUse.MASK, integer(0), integer(1), False
 
     def _slice_axis(self, node: onnx.NodeProto) -> int:
         axes = self.symbolic.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
         return 0 if axes is None or axes.size != 1 else int(axes.reshape(-1)[0])
 
-    def _continue(self, node: onnx.NodeProto, place: int) -> Iterator[tuple[str, ValueStep | None]]:
+    def _continue(self, node: onnx.NodeProto, input_index: int) -> Iterator[tuple[str, ValueStep | None]]:
         """Tensors whose elements are those of an operand, or are computed from them one by one."""
         op = node.op_type
-        if node.attribute and (inner := self._inner_input(node, place)):
+        if node.attribute and (inner := self._inner_input(node, input_index)):
             yield inner, None
         if domain_of(node) or not node.output:
             return
-        if (op in _KEEPS_FIRST and place == 0) or op == "Concat" or (op == "Where" and place > 0):
+        if (op in _KEEPS_FIRST and input_index == 0) or op == "Concat" or (op == "Where" and input_index > 0):
             yield from ((name, None) for name in node.output)
-        elif op == "ScatterND" and place == 2:
+        elif op == "ScatterND" and input_index == 2:
             yield node.output[0], None
         elif op == "Neg":
             yield node.output[0], ValueStep("from", integer(0))
-        elif op == "Range" and place < 2:
-            yield node.output[0], ValueStep("add", integer(-place))
-        elif op == "Clip" and place == 0:
+        elif op == "Range" and input_index < 2:
+            yield node.output[0], ValueStep("add", integer(-input_index))
+        elif op == "Clip" and input_index == 0:
             yield node.output[0], None if (step := self._clip_step(node)) is None else step
         elif op in ("Add", "Sub", "Mul", "Div", "Mod", "Min", "Max") and len(node.input) == 2:
-            yield node.output[0], self._arithmetic_step(node, place)
+            yield node.output[0], self._arithmetic_step(node, input_index)
 
-    def _arithmetic_step(self, node: onnx.NodeProto, place: int) -> ValueStep | None:
-        other = node.input[1 - place]
-        known = self.symbolic.constant(other)
-        value = known.reshape(-1) if known is not None and known.size else None
+    def _arithmetic_step(self, node: onnx.NodeProto, input_index: int) -> ValueStep | None:
+        other = node.input[1 - input_index]
+        constant = self.symbolic.constant(other)
+        value = constant.reshape(-1) if constant is not None and constant.size else None
         if value is None or value.dtype.kind not in "iuf" or not np.isfinite(value.astype(np.float64)).all():
             shape = self.shape(other)
             # Most likely positions beside an offset.
             return ValueStep("spread", shape[-1]) if node.op_type == "Add" and shape else None
         least, most = int(np.floor(value.min())), int(np.ceil(value.max()))
-        match node.op_type, place:
+        match node.op_type, input_index:
             case "Add", _:
                 return ValueStep("add", integer(most))
             case "Sub", 0:
@@ -284,33 +287,35 @@ class InputUses:
 
     def _clip_step(self, node: onnx.NodeProto) -> ValueStep | None:
         ends: list[Int | None] = []
-        for place, name in ((1, "min"), (2, "max")):
-            given = self.symbolic.constant(node.input[place]) if len(node.input) > place and node.input[place] else None
+        for index, name in ((1, "min"), (2, "max")):
+            constant = (
+                self.symbolic.constant(node.input[index]) if len(node.input) > index and node.input[index] else None
+            )
             attribute = next((a.f for a in node.attribute if a.name == name), None)
-            end = attribute if given is None or not given.size else float(given.reshape(-1)[0])
+            end = attribute if constant is None or not constant.size else float(constant.reshape(-1)[0])
             ends.append(integer(int(end)) if end is not None and abs(end) < 1 << 62 else None)
         return ValueStep("clip", ends[0], ends[1])
 
-    def _inner_input(self, node: onnx.NodeProto, place: int) -> str:
+    def _inner_input(self, node: onnx.NodeProto, input_index: int) -> str:
         """The subgraph's tensor that stands for an operand of its node."""
         graphs = {a.name: a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH}
-        if node.op_type in _GENERATES and place == 0:
+        if node.op_type in _GENERATES and input_index == 0:
             graph = graphs.get("encoder") or graphs.get("decoder")
             return graph.input[0].name if graph is not None and graph.input else ""
-        if node.op_type in ("Loop", "Scan") and "body" in graphs and place < len(graphs["body"].input):
-            return graphs["body"].input[place].name if node.op_type == "Scan" or place > 1 else ""
+        if node.op_type in ("Loop", "Scan") and "body" in graphs and input_index < len(graphs["body"].input):
+            return graphs["body"].input[input_index].name if node.op_type == "Scan" or input_index > 1 else ""
         return ""
 
 
-_known: WeakKeyDictionary[GraphIndex, InputUses] = WeakKeyDictionary()
+_uses_by_graph: WeakKeyDictionary[GraphIndex, InputUses] = WeakKeyDictionary()
 
 
 def input_uses(index: GraphIndex, symbolic: Symbolic) -> InputUses:
     """The uses of a graph's inputs, which are looked for once."""
-    found = _known.get(index)
-    if found is None or found.symbolic is not symbolic:
-        found = _known[index] = InputUses(index, symbolic)
-    return found
+    cached = _uses_by_graph.get(index)
+    if cached is None or cached.symbolic is not symbolic:
+        cached = _uses_by_graph[index] = InputUses(index, symbolic)
+    return cached
 
 
 def _at(size: Int | None, sizes: Mapping[str, int]) -> int | None:
@@ -332,9 +337,9 @@ def find_source(index: GraphIndex, tensor: str) -> str:
     return tensor
 
 
-def find_inputs_behind(index: GraphIndex, tensors: frozenset[str], given: set[str]) -> frozenset[str]:
+def find_inputs_behind(index: GraphIndex, tensors: frozenset[str], inputs: set[str]) -> frozenset[str]:
     """The model inputs on whose data tensors depend."""
-    found: set[str] = set()
+    behind: set[str] = set()
     seen: set[str] = set()
     pending = list(tensors)
     while pending:
@@ -343,11 +348,11 @@ def find_inputs_behind(index: GraphIndex, tensors: frozenset[str], given: set[st
             continue
         seen.add(name)
         node = index.producer(name)
-        if name in given:
-            found.add(name)
+        if name in inputs:
+            behind.add(name)
         elif node is not None and node.op_type != "Shape":
             pending.extend(node.input)
-    return frozenset(found)
+    return frozenset(behind)
 
 
 def find_constant_steps(
@@ -362,13 +367,13 @@ def find_constant_steps(
             break
         operate = operate_by_op.get(node.op_type)
         if operate is not None and not domain_of(node):
-            given = [constant(name) for name in node.input]
-            open_places = [place for place, value in enumerate(given) if value is None]
-            if len(open_places) != 1 or any(g is not None and (g.size == 0 or np.ptp(g) != 0) for g in given):
+            constants = [constant(name) for name in node.input]
+            open_indices = [i for i, value in enumerate(constants) if value is None]
+            if len(open_indices) != 1 or any(g is not None and (g.size == 0 or np.ptp(g) != 0) for g in constants):
                 break
-            left, right = (g if g is None else np.float64(g.reshape(-1)[0]) for g in given)
+            left, right = (g if g is None else np.float64(g.reshape(-1)[0]) for g in constants)
             steps.append((operate, left, right))
-            tensor = node.input[open_places[0]]
+            tensor = node.input[open_indices[0]]
         elif node.op_type in _MOVES:
             tensor = node.input[0]
         else:

@@ -72,31 +72,28 @@ class InputMaker:
         # Defaults that a caller may override are drawn where masks read them.
         defaults = initializers - pads - set(self.limits) - segments
         self.inputs = [i for i in model.graph.input if i.name not in defaults]
-        given = {i.name for i in self.inputs}
-        self.counts = frozenset(self.limits) & given  # inputs that masks read as numbers of keys
-        read = self.counts | (looking & given)
+        input_names = {i.name for i in self.inputs}
+        self.counts = frozenset(self.limits) & input_names  # inputs that masks read as numbers of keys
+        read = self.counts | (looking & input_names)
         self.taken = find_fused_counts(fused, symbolic, read) if read and fused is not None else {}
-        self.from_end = {n for n in looking & given if self.uses.rows(n) is not None} - set(self.taken)
-        caches = find_static_caches(index, symbolic, given)
-        self.filled = find_filled_lengths(index if fused is None else GraphIndex(fused), symbolic, given)
+        self.from_end = {n for n in looking & input_names if self.uses.rows(n) is not None} - set(self.taken)
+        caches = find_static_caches(index, symbolic, input_names)
+        self.filled = find_filled_lengths(index if fused is None else GraphIndex(fused), symbolic, input_names)
         # Numbers of keys that are counted are counted in padding masks, or from where a static cache is written.
-        vectors = {n for n in given if dtype_kind(symbolic.dtype(n)) == "i" and len(symbolic.shape(n) or ()) < 2}
+        vectors = {n for n in input_names if dtype_kind(symbolic.dtype(n)) == "i" and len(symbolic.shape(n) or ()) < 2}
         self.writes = find_inputs_behind(index, frozenset(c.first for c in caches), vectors)
-        self.pads = find_inputs_behind(index, pads, given)
-        self.pads |= find_inputs_behind(index, frozenset(self.limits) - given, given) - self.writes
-        self.forbidding = forbidding & given
-        self.added = frozenset(source for name in added if (source := find_source(index, name)) in given)
+        self.pads = find_inputs_behind(index, pads, input_names)
+        self.pads |= find_inputs_behind(index, frozenset(self.limits) - input_names, input_names) - self.writes
+        self.forbidding = forbidding & input_names
+        self.added = frozenset(source for name in added if (source := find_source(index, name)) in input_names)
         switches = [_switch(index, symbolic, name) for name in sorted(added)]
-        self.switches = {name: forbids for name, forbids in filter(None, switches) if name in given}
-        self.documents = (segments & given) - self.pads
-        self.restarting = find_inputs_behind(index, segments - given, given) - self.pads
-        if scores is None:
-            softmaxes = (symbolic.shape(n.output[0]) for n in model.graph.node if n.op_type == "Softmax")
-            scores = [s for s in softmaxes if s is not None]
+        self.switches = {name: forbids for name, forbids in filter(None, switches) if name in input_names}
+        self.documents = (segments & input_names) - self.pads
+        self.restarting = find_inputs_behind(index, segments - input_names, input_names) - self.pads
         self.dimensions = InputSizes(
             symbolic,
             [symbolic.shape(i.name) or () for i in self.inputs],
-            scores,
+            _find_scores(model.graph, symbolic) if scores is None else scores,
             self._row_lengths(),
             [(c.capacity, c.new) for c in caches],
             self._is_taken,
@@ -104,7 +101,7 @@ class InputMaker:
         sizes = [size for pair in symbolic.equalities for size in pair] if self.counts else []
         sized = {atom.args[0] for size in sizes for atom in size.atoms() if atom.kind == "read"}
         # Numbers of keys of which a graph takes the largest as the length of its masks.
-        self.longest = find_inputs_behind(index, frozenset(map(str, sized)), given) & self.counts
+        self.longest = find_inputs_behind(index, frozenset(map(str, sized)), input_names) & self.counts
         # What failed runs have shown: the ends of ranges, and numbers of inputs about which the graph says nothing.
         self.narrowed: dict[str, tuple[int, int]] = {}
         self.numbers: dict[str, int] = {}
@@ -113,13 +110,13 @@ class InputMaker:
 
     def _row_lengths(self) -> list[tuple[Sequence[Int], Int]]:
         """The shapes of inputs that state the lengths of rows, as recurrent layers read them, and their largest values."""
-        found: list[tuple[Sequence[Int], Int]] = []
+        lengths: list[tuple[Sequence[Int], Int]] = []
         for value in self.inputs:
             if dtype_kind(value.type.tensor_type.elem_type) == "i":
                 ends = [b.high for b in self.uses.bounds(value.name) if b.use is InputUse.LENGTH and b.is_hard]
                 shape = self.symbolic.shape(value.name) or ()
-                found += [(shape, end) for end in ends if end is not None]
-        return found
+                lengths += [(shape, end) for end in ends if end is not None]
+        return lengths
 
     @property
     def rows(self) -> dict[str, int | None]:
@@ -281,13 +278,13 @@ class InputMaker:
             # Most likely a mask, and a stated one may forget it.
             return drawn_values.draw_padding(dims, case, rng, self._counts_divide()).astype(dtype)
         if name in self.documents or name in self.restarting:
-            ids, places = drawn_values.draw_documents(dims, rng)
+            ids, positions = drawn_values.draw_documents(dims, rng)
             last = self.range(name, sizes)[1]
             limit = 1 << 30 if last is None else last + 1
-            found = (ids if name in self.documents else places) % limit
-            if name in self.from_end and dtype.kind == "i" and found.ndim:
-                found[::-1][::2] -= limit  # in the last row, and every second one before it
-            return found.astype(dtype)
+            drawn = (ids if name in self.documents else positions) % limit
+            if name in self.from_end and dtype.kind == "i" and drawn.ndim:
+                drawn[::-1][::2] -= limit  # in the last row, and every second one before it
+            return drawn.astype(dtype)
         if dtype.kind in "iu":
             integers = self._integers(name, dims, case, sizes, rng)
             if name in self.magnitudes:
@@ -321,10 +318,10 @@ class InputMaker:
             case InputUse.MASK:
                 return drawn_values.draw_padding(dims, case, rng, True)
             case InputUse.LENGTH | InputUse.SIZE if self._has_one_a_row(name) or any(b.is_hard for b in bounds):
-                own = [b.range(sizes) for b in bounds if b.use is use]
-                least = max((end for end, _ in own if end is not None), default=1)
-                known = min((end for _, end in own if end is not None), default=self._longest(case, sizes))
-                most = max(least, known if high is None else min(known, high))
+                ranges = [b.range(sizes) for b in bounds if b.use is use]
+                least = max((end for end, _ in ranges if end is not None), default=1)
+                limit = min((end for _, end in ranges if end is not None), default=self._find_longest(case, sizes))
+                most = max(least, limit if high is None else min(limit, high))
                 return drawn_values.draw_lengths(dims, least, most, case, rng)
             case InputUse.SHAPE:
                 return self._shape_values(name, dims)
@@ -352,24 +349,30 @@ class InputMaker:
         names = size_names(shape[0]) if shape else set()
         return all(d.constant == 1 for d in shape[1:]) and names <= self.dimensions.batch_names
 
-    def _longest(self, case: Case, sizes: Mapping[str, int]) -> int:
+    def _find_longest(self, case: Case, sizes: Mapping[str, int]) -> int:
         """The largest length of an input: that of rows whose own lengths are given beside them."""
         names = set(sizes) - self.dimensions.batch_names
         return max((sizes[n] for n in names), default=case.length)
 
     def _shape_values(self, name: str, dims: list[int]) -> np.ndarray:
         """A shape that changes nothing: ones, and for Reshape the sizes that there are."""
-        found = np.ones(dims, np.int64)
+        values = np.ones(dims, np.int64)
         readers = {n.op_type for n in self._index.consumers(name)}
-        if readers == {"Reshape"} and found.ndim:
-            found[:] = 0
-            found[-1:] = -1
-        return found
+        if readers == {"Reshape"} and values.ndim:
+            values[:] = 0
+            values[-1:] = -1
+        return values
 
 
 def _is_on(case: Case) -> bool:
     """What a switch, which an If reads, is in a case: on in the first one of all, off in the last one."""
     return case.padding is Padding.LEFT or (case.padding is Padding.NONE and case.batch > 1)
+
+
+def _find_scores(graph: onnx.GraphProto, symbolic: Symbolic) -> list[Sequence[Int]]:
+    """The shapes of what softmaxes give, where they are known."""
+    shapes = (symbolic.shape(n.output[0]) for n in graph.node if n.op_type == "Softmax")
+    return [s for s in shapes if s is not None]
 
 
 def _switch(index: GraphIndex, symbolic: Symbolic, tensor: str) -> tuple[str, bool] | None:

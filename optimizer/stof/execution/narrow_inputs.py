@@ -65,9 +65,9 @@ class InputNarrower:
         """The integer inputs behind nodes whose numbers are free: masks and numbers of keys are not."""
         maker = self._maker
         masks = maker.pads | set(maker.switches) | maker.counts
-        given = {n for n, x in feed.items() if x.dtype.kind in "iu" and x.size and n not in masks}
+        candidates = {n for n, x in feed.items() if x.dtype.kind in "iu" and x.size and n not in masks}
         tensors = frozenset(t for node in nodes for t in node_tensors(node))
-        return sorted(find_inputs_behind(index, tensors, given))
+        return sorted(find_inputs_behind(index, tensors, candidates))
 
     def _find_nodes(
         self, graph: onnx.GraphProto, failure: RunFailure, sizes: Mapping[str, int]
@@ -81,23 +81,23 @@ class InputNarrower:
         return [n for n in alike if failure.high + 1 in self._table_sizes(n, sizes)] or alike
 
     def _table_sizes(self, node: onnx.NodeProto, sizes: Mapping[str, int]) -> set[int]:
-        found = set()
+        table_sizes = set()
         for dim in self._maker.symbolic.shape(node.input[0]) or ():
             with contextlib.suppress(UnsupportedError, ZeroDivisionError):
-                found.add(evaluate(dim, sizes))
-        return found
+                table_sizes.add(evaluate(dim, sizes))
+        return table_sizes
 
     def _narrow_ranges(self, failure: RunFailure, names: list[str], feed: Mapping[str, np.ndarray]) -> bool:
         """Shrinks the ranges of the inputs that hold the number at fault, or lead to it."""
-        own = [n for n in names if failure.value is not None and failure.value in feed[n]]
+        holders = [n for n in names if failure.value is not None and failure.value in feed[n]]
         changed = False
-        for name in own or names:
+        for name in holders or names:
             uses = [b.use for b in self._maker.uses.bounds(name)]
-            if not own and uses and not any(use in _INDEXED or use is InputUse.LENGTH for use in uses):
+            if not holders and uses and not any(use in _INDEXED or use is InputUse.LENGTH for use in uses):
                 continue
-            found = _shrink(failure, feed[name], is_own=bool(own))
-            if found is not None and found != self._maker.narrowed.get(name):
-                self._maker.narrowed[name] = found
+            narrowed = _shrink(failure, feed[name], holds_value=bool(holders))
+            if narrowed is not None and narrowed != self._maker.narrowed.get(name):
+                self._maker.narrowed[name] = narrowed
                 self._maker.numbers.pop(name, None)
                 changed = True
         return changed
@@ -108,9 +108,9 @@ class InputNarrower:
         sizes = self._maker.sizes(case)
         free = {n: size for n, size in sizes.items() if n not in dimensions.batch_names and n not in dict(case.other)}
         for one, other in failure.unequal:
-            for found, wanted in sorted([(one, other), (other, one)], reverse=True):
-                names = [n for n, size in free.items() if size == found]
-                if names and found > wanted:  # shorter cases stay as they are
+            for actual, wanted in sorted([(one, other), (other, one)], reverse=True):
+                names = [n for n, size in free.items() if size == actual]
+                if names and actual > wanted:  # shorter cases stay as they are
                     dimensions.most |= dict.fromkeys(names, wanted)
                 elif names:
                     dimensions.fixed |= dict.fromkeys(names, wanted)
@@ -144,30 +144,30 @@ class InputNarrower:
         numbers = list(dict.fromkeys((0, 1, case.length, case.batch)))
         changed = False
         for name in names:
-            place = self._numbers_tried.get(name, 0)
-            if place < len(numbers) and not any(b.use in _INDEXED for b in self._maker.uses.bounds(name)):
-                self._numbers_tried[name] = place + 1
-                self._maker.numbers[name] = numbers[place]
+            index = self._numbers_tried.get(name, 0)
+            if index < len(numbers) and not any(b.use in _INDEXED for b in self._maker.uses.bounds(name)):
+                self._numbers_tried[name] = index + 1
+                self._maker.numbers[name] = numbers[index]
                 changed = True
         return changed
 
 
-def _shrink(failure: RunFailure, values: np.ndarray, is_own: bool) -> tuple[int, int] | None:
+def _shrink(failure: RunFailure, values: np.ndarray, holds_value: bool) -> tuple[int, int] | None:
     """The range that is left of an input's values."""
     least, most = int(values.min()), int(values.max())
     value, low, high = failure.value, failure.low, failure.high
     if value is not None and high is not None and value > high:
         # Beside another number the excess is the same in both; what is multiplied is not that simple.
         excess = value - high
-        found = least, high if is_own else most - excess if most - excess >= least else most // 2
+        ends = least, high if holds_value else most - excess if most - excess >= least else most // 2
     elif value is not None and low is not None and value < low:
-        found = (low if is_own else least + low - value), most
+        ends = (low if holds_value else least + low - value), most
     elif high is not None and most > high:
-        found = least, high
-    elif value is not None and is_own and value > 0:
-        found = least, value - 1 if value == least else max(least, value // 2)
+        ends = least, high
+    elif value is not None and holds_value and value > 0:
+        ends = least, value - 1 if value == least else max(least, value // 2)
     elif most > least or most > 0:
-        found = min(least, most // 2), most // 2
+        ends = min(least, most // 2), most // 2
     else:
         return None
-    return max(0, min(found)), max(0, found[1])
+    return max(0, min(ends)), max(0, ends[1])

@@ -61,7 +61,7 @@ class VerifiedSession:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
-        with _described_limits(f"run {self._name}", self._limits, until):
+        with _explain_limits(f"run {self._name}", self._limits, until):
             return self._session.run(outputs, feeds, self._limits.seconds_left(until), self._limits.memory)
 
 
@@ -104,7 +104,7 @@ def _optimizers_left_out() -> tuple[str, ...]:
 
 
 @contextmanager
-def _described_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
+def _explain_limits(step: str, limits: RunLimits, until: float | None = None) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
@@ -170,16 +170,16 @@ class Sessions:
 
     def _relocate_data(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
         """The model and the folder of its data, without links that lead out of it, which runtimes refuse."""
-        places = {name: (self.weights / name).resolve() for name in files}
-        if all(place.is_relative_to(self.weights) for place in places.values()):
+        paths = {name: (self.weights / name).resolve() for name in files}
+        if all(path.is_relative_to(self.weights) for path in paths.values()):
             return model, self.weights
-        folder = Path(os.path.commonpath([place.parent for place in places.values()]))
+        folder = Path(os.path.commonpath([path.parent for path in paths.values()]))
         located = onnx.ModelProto()
         located.CopyFrom(model)
         for tensor in all_tensors(located):
             for entry in tensor.external_data if is_external(tensor) else ():
                 if entry.key == "location":
-                    entry.value = str(places[entry.value].relative_to(folder))
+                    entry.value = str(paths[entry.value].relative_to(folder))
         return located, folder
 
     def _from_file(
@@ -223,7 +223,7 @@ class Sessions:
             shared_buffers=shared,
         )
         name = "the optimized model" if library else "the original"
-        with _described_limits(f"load {name}", self.limits):
+        with _explain_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
 
@@ -243,14 +243,14 @@ def _utf8_path(folder: Path) -> Iterator[str]:
 
 def find_without_arrays(values: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
     """The tensors of types that ONNX Runtime's Python interface takes and gives no arrays of, with the type's name."""
-    found = {}
+    type_names = {}
     for value in values:
         kind = value.type.tensor_type.elem_type
         if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES or kind not in onnx.TensorProto.DataType.values():
             continue  # no tensor, or of a type that runtimes refuse
         if helper.tensor_dtype_to_np_dtype(kind).isbuiltin != 1:
-            found[value.name] = onnx.TensorProto.DataType.Name(kind)
-    return found
+            type_names[value.name] = onnx.TensorProto.DataType.Name(kind)
+    return type_names
 
 
 def drop_outputs_without_arrays(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -258,6 +258,6 @@ def drop_outputs_without_arrays(model: onnx.ModelProto) -> onnx.ModelProto:
     names = find_without_arrays(model.graph.output)
     if not names:
         return model
-    found = copy_with_nodes(model, model.graph.node)
-    remove_named(found.graph.output, set(names))
-    return found
+    reduced = copy_with_nodes(model, model.graph.node)
+    remove_named(reduced.graph.output, set(names))
+    return reduced

@@ -59,8 +59,8 @@ class InputReducer:
 
     def __init__(self, maker: InputMaker) -> None:
         self._maker = maker
-        found = find_deciding_inputs(maker.model, {i.name for i in maker.inputs})
-        self._names = sorted(n for n in found if self._is_free(n))
+        deciding = find_deciding_inputs(maker.model, {i.name for i in maker.inputs})
+        self._names = sorted(n for n in deciding if self._is_free(n))
         self._has_searched = False
 
     @property
@@ -90,11 +90,11 @@ class InputReducer:
     def explain(self, error: LimitReached) -> LimitReached:
         """The error of the longest run where no numbers were found that run."""
         names = ", ".join(map(repr, self._names))
-        found = type(error)(
+        new_error = type(error)(
             f"{error}. Numbers of {names} from 1/256 of the usual size on were tried; --inputs gives others"
         )
-        found.seconds = error.seconds
-        return found
+        new_error.seconds = error.seconds
+        return new_error
 
     def _is_free(self, name: str) -> bool:
         """Whether an input holds numbers of any size: masks, numbers of keys, documents, indices and slots do not."""
@@ -105,12 +105,12 @@ class InputReducer:
         return not any(b.use in _INDEXED for b in maker.uses.bounds(name))
 
 
-def find_deciding_inputs(model: onnx.ModelProto, given: Collection[str]) -> frozenset[str]:
+def find_deciding_inputs(model: onnx.ModelProto, inputs: Collection[str]) -> frozenset[str]:
     """The inputs from whose numbers the model computes lengths, or how often a loop runs.
 
     Args:
         model: the model; a call of a function counts as reading its operands where the body has such nodes.
-        given: names of the inputs.
+        inputs: their names.
     """
     trace = _Trace(model.graph)
     functions = {(f.domain, f.name) for f in model.functions if any(_decides(n) for n in all_nodes(f.node))}
@@ -118,18 +118,18 @@ def find_deciding_inputs(model: onnx.ModelProto, given: Collection[str]) -> froz
     for node in all_nodes(model.graph.node):
         if (node.domain, node.op_type) in functions:
             wanted += node.input
-        wanted += _deciding_operands(node, trace)
-    return trace.inputs_behind(wanted, given)
+        wanted += _find_deciding_operands(node, trace)
+    return trace.inputs_behind(wanted, inputs)
 
 
 def _decides(node: onnx.NodeProto) -> bool:
     return (domain_of(node), node.op_type) in _DECIDING
 
 
-def _deciding_operands(node: onnx.NodeProto, trace: _Trace) -> Iterator[str]:
-    places = _DECIDING.get((domain_of(node), node.op_type), ())
-    for place, name in enumerate(node.input):
-        if place in places:
+def _find_deciding_operands(node: onnx.NodeProto, trace: _Trace) -> Iterator[str]:
+    indices = _DECIDING.get((domain_of(node), node.op_type), ())
+    for index, name in enumerate(node.input):
+        if index in indices:
             yield name
     if node.op_type == "Loop" and not domain_of(node):
         yield from (graph.output[0].name for graph in subgraphs(node) if graph.output)
@@ -153,8 +153,8 @@ class _Trace:
             before = [] if node.op_type in _SIZES and not domain_of(node) else [n for n in node.input if n]
             for output in node.output:
                 # What a node with subgraphs gives depends on all that these give.
-                own = [*before, *(o.name for g in inner for o in g.output)]
-                self._before.setdefault(output, []).extend(own)
+                sources = [*before, *(o.name for g in inner for o in g.output)]
+                self._before.setdefault(output, []).extend(sources)
             for nested in inner:
                 self._add_inputs(node, nested)
                 self._add(nested)
@@ -162,22 +162,22 @@ class _Trace:
     def _add_inputs(self, node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
         """A subgraph's inputs are operands of its node, and what it gave before."""
         loop = node.op_type == "Loop" and not domain_of(node)
-        for place, value in enumerate(graph.input):
-            if loop and place <= _CONDITION:
+        for index, value in enumerate(graph.input):
+            if loop and index <= _CONDITION:
                 # The iteration's number counts from 0; the condition is that of the operand, or of the iteration before.
-                own = [*node.input[place : place + 1], graph.output[0].name] if place and graph.output else []
+                sources = [*node.input[index : index + 1], graph.output[0].name] if index and graph.output else []
             elif loop:
-                own = [*node.input[place : place + 1], *(o.name for o in graph.output[place - 1 : place])]
+                sources = [*node.input[index : index + 1], *(o.name for o in graph.output[index - 1 : index])]
             else:
-                own = [n for n in node.input if n]
-            self._before.setdefault(value.name, []).extend(own)
+                sources = [n for n in node.input if n]
+            self._before.setdefault(value.name, []).extend(sources)
 
-    def inputs_behind(self, tensors: Collection[str], given: Collection[str]) -> frozenset[str]:
-        """The given tensors from whose numbers some tensors are computed."""
+    def inputs_behind(self, tensors: Collection[str], inputs: Collection[str]) -> frozenset[str]:
+        """The inputs from whose numbers some tensors are computed."""
         pending, seen = list(tensors), set[str]()
         while pending:
             name = pending.pop()
             if name and name not in seen:
                 seen.add(name)
                 pending += self._before.get(name, ())
-        return frozenset(seen & set(given))
+        return frozenset(seen & set(inputs))

@@ -68,8 +68,8 @@ class RunFailure:
 def parse_failure(message: str) -> RunFailure:
     """What a message says; what it does not say, or says in words that are not known, is left out."""
     for pattern in _LACKS_KERNEL:
-        if (found := pattern.search(message)) is not None:
-            named = found.groupdict()
+        if (refusal := pattern.search(message)) is not None:
+            named = refusal.groupdict()
             return RunFailure(op=named["op"], node=named.get("node", ""), lacks_kernel=True)
     node = _NODE.search(message)
     words = message[node.end() :] if node else message
@@ -83,14 +83,14 @@ def parse_failure(message: str) -> RunFailure:
         value=int(value[1]) if value else None,
         low=low,
         high=high,
-        unequal=_unequal(words),
-        counts=_unequal_counts(words) if node and node[1] == "Reshape" else (),
+        unequal=_find_unequal_sizes(words),
+        counts=_find_unequal_counts(words) if node and node[1] == "Reshape" else (),
         is_of_values=_REFUSES_VALUE.search(words) is not None,
         is_of_memory=_LACKS_MEMORY.search(message) is not None,
     )
 
 
-def _unequal_counts(words: str) -> tuple[tuple[int, int], ...]:
+def _find_unequal_counts(words: str) -> tuple[tuple[int, int], ...]:
     """The numbers of elements of two shapes without unknown sizes."""
     pairs = []
     for text in _SHAPES.findall(words):
@@ -99,7 +99,7 @@ def _unequal_counts(words: str) -> tuple[tuple[int, int], ...]:
     return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
-def _unequal(words: str) -> tuple[tuple[int, int], ...]:
+def _find_unequal_sizes(words: str) -> tuple[tuple[int, int], ...]:
     pairs = [(int(one), int(other)) for one, other in _PAIRS.findall(words)]
     for one, other in _SHAPES.findall(words):
         left, right = ([int(d) for d in text.split(",") if d] for text in (one, other))

@@ -74,9 +74,9 @@ class RunLimits:
 
     def share(self, budget: float) -> RunLimits:
         """Limits of a part of this verification, which ends with it."""
-        found = RunLimits(budget, self.memory, min(self.end, time.monotonic() + budget + GRACE))
-        found.asked, found.last_end = self.asked, self.last_end
-        return found
+        limits = RunLimits(budget, self.memory, min(self.end, time.monotonic() + budget + GRACE))
+        limits.asked, limits.last_end = self.asked, self.last_end
+        return limits
 
     def extend(self, seconds: float) -> None:
         """Moves the end of a part to where so many seconds are left, at most to the end of the whole verification."""
@@ -138,12 +138,12 @@ class RunLimits:
             words = f"--verify-budget is used up: {seconds:.1f} s were left to {step}, which was not enough"
         else:
             words = f"ONNX Runtime took longer than {seconds:.1f} s to {step}, the share of --verify-budget for that"
-        found = TimeLimit(
+        error = TimeLimit(
             f"verification was ended: {words}. Nothing was written; where it is slow, raise --verify-budget ({self.asked:g} s), "
             "or leave verification out with --no-verify"
         )
-        found.seconds, found.step = seconds, step
-        return found
+        error.seconds, error.step = seconds, step
+        return error
 
 
 def resident_bytes(process: int | str = "self") -> int:
@@ -191,20 +191,20 @@ def free_memory(root: Path = Path("/")) -> int:
     Args:
         root: of the file system that says it.
     """
-    found = []
+    amounts = []
     with contextlib.suppress(OSError, ValueError):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        found += [int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")]
+        amounts += [int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")]
     for folder in _control_groups(root):
         for limit, use in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):  # "max" is no number
                 most = int((folder / limit).read_text())
                 if most < _NO_LIMIT:
-                    found.append(max(0, most - int((folder / use).read_text()) + _reclaimable(folder)))
-    return min(found, default=0)
+                    amounts.append(max(0, most - int((folder / use).read_text()) + _read_reclaimable(folder)))
+    return min(amounts, default=0)
 
 
-def _reclaimable(folder: Path) -> int:
+def _read_reclaimable(folder: Path) -> int:
     """The use of a control group that is cached files, which the system takes back where it needs memory."""
     with contextlib.suppress(OSError, ValueError):
         words = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -214,7 +214,7 @@ def _reclaimable(folder: Path) -> int:
 
 def _control_groups(root: Path) -> list[Path]:
     """The folders of the control groups that limit this process, from its own to the outermost; of version 1 and 2."""
-    found: list[Path] = []
+    folders: list[Path] = []
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -225,9 +225,9 @@ def _control_groups(root: Path) -> list[Path]:
             else:
                 continue
             for mount in mounts:
-                own = mount / path.strip("/")  # within a container the path may be of the machine's
-                found += [own, *(p for p in own.parents if p.is_relative_to(mount)), mount]
-    return list(dict.fromkeys(found))
+                group = mount / path.strip("/")  # within a container the path may be of the machine's
+                folders += [group, *(p for p in group.parents if p.is_relative_to(mount)), mount]
+    return list(dict.fromkeys(folders))
 
 
 def default_memory() -> int:
@@ -242,8 +242,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: where it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None or not (number := int(float(found[1]) * _UNITS[found[2].upper()])):
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if parsed is None or not (number := int(float(parsed[1]) * _UNITS[parsed[2].upper()])):
         raise ValueError(text)
     return number
 

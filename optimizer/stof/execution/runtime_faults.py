@@ -72,9 +72,9 @@ def refuse_old_runtimes() -> None:
         ArgumentError: with both versions.
         RuntimeFailure: when ONNX Runtime cannot be imported.
     """
-    found = runtime_version()
-    if found < _OLDEST:
-        installed, oldest = (".".join(map(str, version)) for version in (found, _OLDEST))
+    installed_version = runtime_version()
+    if installed_version < _OLDEST:
+        installed, oldest = (".".join(map(str, version)) for version in (installed_version, _OLDEST))
         raise ArgumentError(
             f"ONNX Runtime {installed} is installed, which cannot load stof's library; expected {oldest} or later: "
             "pip install -U onnxruntime"

@@ -69,36 +69,36 @@ class _SessionProcess:
         self.owner = os.getpid()
         self.released_sessions: deque[int] = deque()
         self.session_numbers = itertools.count()
-        own, other = Channel.pair()
+        own_socket, worker_socket = Channel.pair()
         read, write = os.pipe()
         messages = CapturedMessages()
         try:
-            command = [sys.executable, "-c", _START, str(other.fileno()), str(read), *map(str, sys.path)]
+            command = [sys.executable, "-c", _START, str(worker_socket.fileno()), str(read), *map(str, sys.path)]
             # A session of the operating system's: what a terminal sends goes to the caller, who then ends this process.
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=messages.descriptor,
-                pass_fds=(other.fileno(), read),
+                pass_fds=(worker_socket.fileno(), read),
                 start_new_session=True,
             )
         except BaseException as error:
-            own.close()
+            own_socket.close()
             os.close(write)
             messages.close()
             if isinstance(error, OSError):
                 raise ArgumentError(f"no process for ONNX Runtime can be started: {error.strerror}") from error
             raise
         finally:
-            other.close()
+            worker_socket.close()
             os.close(read)
         self.popen = popen
         self.messages = messages
-        self.channel = Channel(own)
+        self.channel = Channel(own_socket)
         self._has_answered = False
         # Called at the end of the thread that it belongs to, or of the whole process.
-        self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own, write, messages)
+        self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own_socket, write, messages)
 
     @property
     def is_alive(self) -> bool:
@@ -140,8 +140,8 @@ class _SessionProcess:
             raise
         if isinstance(answer, Failure):
             failure = RuntimeFailure(answer.words)
-            if found := self.messages.text():
-                failure.add_note(f"ONNX Runtime's messages:\n{found}")  # for STOF_TRACEBACK
+            if text := self.messages.text():
+                failure.add_note(f"ONNX Runtime's messages:\n{text}")  # for STOF_TRACEBACK
             raise failure
         return answer
 
@@ -244,11 +244,11 @@ class Session:
         """
         if not self._process.is_alive:
             raise RuntimeFailure("the process that runs ONNX Runtime has ended")
-        found = self._process.request(
+        arrays = self._process.request(
             Run(self._number, None if outputs is None else tuple(outputs), dict(feeds)), seconds, memory
         )
-        assert isinstance(found, list)
-        return found
+        assert isinstance(arrays, list)
+        return arrays
 
     def measure(
         self, others: Sequence[Session], feeds: Mapping[str, np.ndarray], limits: TimingLimits
@@ -263,9 +263,9 @@ class Session:
             raise ValueError("sessions of several processes")
         numbers = (self._number, *(s._number for s in others))
         body = Measure(numbers, dict(feeds), limits.seconds, limits.most_rounds, limits.least_rounds)
-        found = self._process.request(body, limits.end)
-        assert isinstance(found, list)
-        return found
+        times = self._process.request(body, limits.end)
+        assert isinstance(times, list)
+        return times
 
     def __del__(self) -> None:
         # The process learns of it with the next request: garbage collection may call this at any moment.

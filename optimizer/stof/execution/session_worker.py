@@ -176,7 +176,7 @@ def _measure(body: Measure, sessions: Sequence[Any]) -> list[list[float]]:
     feeds = dict(body.feeds)
     for session in sessions:  # the first run allocates memory and builds block masks
         session.run(None, feeds)
-    found: list[list[float]] = [[] for _ in sessions]
+    times: list[list[float]] = [[] for _ in sessions]
     for number in range(body.most_rounds):
         if number >= body.least_rounds and time.perf_counter() >= deadline:
             break
@@ -184,8 +184,8 @@ def _measure(body: Measure, sessions: Sequence[Any]) -> list[list[float]]:
             turn = (i + number) % len(sessions)  # each goes first once
             start = time.perf_counter()
             sessions[turn].run(None, feeds)
-            found[turn].append(time.perf_counter() - start)
-    return found
+            times[turn].append(time.perf_counter() - start)
+    return times
 
 
 class _Session:
@@ -241,8 +241,8 @@ class _Session:
             else:
                 binding.bind_output(name)
         self._session.run_with_iobinding(binding)
-        found = dict(zip(dict.fromkeys((*wanted, *self._shared)), binding.get_outputs(), strict=True))
-        return [_to_array(found[n]) for n in wanted]
+        output_values = dict(zip(dict.fromkeys((*wanted, *self._shared)), binding.get_outputs(), strict=True))
+        return [_to_array(output_values[n]) for n in wanted]
 
 
 def _to_value(array: np.ndarray) -> Any:
@@ -258,12 +258,12 @@ def _to_value(array: np.ndarray) -> Any:
 
 def _to_array(value: Any) -> np.ndarray:
     """A copy of a value of ONNX Runtime, whose interface gives some types as no array, or as one of their bits."""
-    known = _BIT_TYPES.get(value.data_type())
-    if known is None:
+    bit_type = _BIT_TYPES.get(value.data_type())
+    if bit_type is None:
         return np.array(value.numpy())
     import ml_dtypes
 
-    dtype = np.dtype(getattr(ml_dtypes, known[0]))
+    dtype = np.dtype(getattr(ml_dtypes, bit_type[0]))
     shape = tuple(value.shape())
     size = math.prod(shape) * dtype.itemsize
     raw = ctypes.string_at(value.data_ptr(), size) if size else b""

@@ -20,23 +20,23 @@ def find_shared_buffers(model: onnx.ModelProto) -> Pairs:
     buffer cannot be two outputs.
     """
     bodies = {(f.domain, f.name): f for f in model.functions}
-    known: dict[tuple[str, str], Pairs] = {}
+    function_pairs: dict[tuple[str, str], Pairs] = {}
     inputs, outputs = ({i.name for i in field} for field in (model.graph.input, model.graph.output))
-    found = []
-    for past, present in _pairs(model.graph.node, bodies, known):
+    pairs = []
+    for past, present in _pairs(model.graph.node, bodies, function_pairs):
         if past in inputs and present in outputs:
             inputs.remove(past)
             outputs.remove(present)
-            found.append((past, present))
-    return tuple(found)
+            pairs.append((past, present))
+    return tuple(pairs)
 
 
 def _pairs(
     nodes: Iterable[onnx.NodeProto],
     bodies: dict[tuple[str, str], onnx.FunctionProto],
-    known: dict[tuple[str, str], Pairs],
+    function_pairs: dict[tuple[str, str], Pairs],
 ) -> Iterator[tuple[str, str]]:
-    """Pasts and presents of nodes and calls; ``known`` gets those of functions, by their own names."""
+    """Pasts and presents of nodes and calls; ``function_pairs`` gets those of functions, by their own names."""
     for node in nodes:
         body = bodies.get((node.domain, node.op_type))
         if _is_sparse(node) or (body is not None and _is_cached_attention(body)):
@@ -45,12 +45,12 @@ def _pairs(
                     yield node.input[past], node.output[present]
         elif body is not None:
             key = body.domain, body.name
-            if key not in known:
-                known[key] = ()  # a function that calls itself, which runtimes refuse
-                known[key] = tuple(_pairs(body.node, bodies, known))
-            given = dict(zip(body.input, node.input, strict=False))
-            taken = dict(zip(body.output, node.output, strict=False))
-            yield from ((given[a], taken[b]) for a, b in known[key] if a in given and b in taken)
+            if key not in function_pairs:
+                function_pairs[key] = ()  # a function that calls itself, which runtimes refuse
+                function_pairs[key] = tuple(_pairs(body.node, bodies, function_pairs))
+            operands = dict(zip(body.input, node.input, strict=False))
+            results = dict(zip(body.output, node.output, strict=False))
+            yield from ((operands[a], results[b]) for a, b in function_pairs[key] if a in operands and b in results)
 
 
 def _is_sparse(node: onnx.NodeProto) -> bool:

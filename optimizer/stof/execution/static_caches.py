@@ -37,8 +37,8 @@ class StaticCache:
 
 def find_static_caches(index: GraphIndex, symbolic: Symbolic, inputs: set[str]) -> list[StaticCache]:
     """The static caches that are model inputs, written to by nodes of the main graph."""
-    found = [_read_write(node, symbolic) for node in index.graph.node if node.input]
-    return [c for c in found if c is not None and find_source(index, c.buffer) in inputs]
+    caches = [_read_write(node, symbolic) for node in index.graph.node if node.input]
+    return [c for c in caches if c is not None and find_source(index, c.buffer) in inputs]
 
 
 def _read_write(node: onnx.NodeProto, symbolic: Symbolic) -> StaticCache | None:
@@ -72,14 +72,14 @@ def find_filled_lengths(index: GraphIndex, symbolic: Symbolic, inputs: set[str])
         For each of them its cache, whose ``first`` is an input, too.
     """
     writes = {c.output: c for c in find_static_caches(index, symbolic, inputs)}
-    found: dict[str, StaticCache] = {}
+    filled: dict[str, StaticCache] = {}
     for node in _attention_nodes(index):
         cache = writes.get(find_source(index, node.input[1]))
         lengths = find_source(index, node.input[_NONPAD])
         first = "" if cache is None or not cache.first else find_source(index, cache.first)
         if cache is not None and lengths in inputs and (first in inputs or not cache.first) and first != lengths:
-            found[lengths] = replace(cache, first=first)
-    return found
+            filled[lengths] = replace(cache, first=first)
+    return filled
 
 
 def _attention_nodes(index: GraphIndex) -> Iterator[onnx.NodeProto]:

@@ -79,9 +79,9 @@ class StoredWeights:
         if length != len(raw):
             return False
         held = np.memmap(self._path, np.uint8, "r", offset, (length,))
-        given = np.frombuffer(raw, np.uint8)
+        expected = np.frombuffer(raw, np.uint8)
         return all(
-            np.array_equal(held[i : i + _COMPARED], given[i : i + _COMPARED]) for i in range(0, length, _COMPARED)
+            np.array_equal(held[i : i + _COMPARED], expected[i : i + _COMPARED]) for i in range(0, length, _COMPARED)
         )
 
     def _append(self, raw: bytes) -> int:

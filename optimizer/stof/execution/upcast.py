@@ -60,12 +60,12 @@ def widen(model: onnx.ModelProto, folder: Path | None = None, kinds: Collection[
 
     ``folder`` is where external data lies.
     """
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
+    widened = onnx.ModelProto()
+    widened.CopyFrom(model)
     if folder is not None:
-        external_data_helper.load_external_data_for_model(found, str(folder))
-    _Widening(kinds, None, {}).model(found)
-    return found
+        external_data_helper.load_external_data_for_model(widened, str(folder))
+    _Widening(kinds, None, {}).model(widened)
+    return widened
 
 
 class Twins:
@@ -94,16 +94,16 @@ class Twins:
 
     def of(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """The model in fp32, to be written into the scratch folder."""
-        found = onnx.ModelProto()
-        found.CopyFrom(model)
-        for node in found.graph.node:
+        twin = onnx.ModelProto()
+        twin.CopyFrom(model)
+        for node in twin.graph.node:
             array = self.constants.get(node.output[0]) if len(node.output) == 1 else None
             if array is not None and node.op_type != "Constant":
                 kind = TensorProto.FLOAT16 if array.dtype == np.float16 else TensorProto.BFLOAT16
-                value = numpy_helper.from_array(_forbidden(array.astype(np.float32), kind))
+                value = numpy_helper.from_array(_replace_forbidden(array.astype(np.float32), kind))
                 node.CopyFrom(helper.make_node("Constant", [], list(node.output), name=node.name, value=value))
-        _Widening(HALF, self, self.typed_attributes).model(found)
-        return found
+        _Widening(HALF, self, self.typed_attributes).model(twin)
+        return twin
 
     def keep(self, tensor: onnx.TensorProto) -> None:
         """Moves a tensor's values into the file, half-precision ones as fp32."""
@@ -133,31 +133,33 @@ class Twins:
 def _pieces(tensor: onnx.TensorProto, folder: Path) -> Iterator[np.ndarray]:
     """A tensor's values, or bytes of other types than half ones, in order."""
     if is_external(tensor):
-        place = location_of(tensor)
-        file = folder / place.location
+        location = location_of(tensor)
+        file = folder / location.location
         length = tensor_bytes(tensor)
         if length is None:
-            length = place.length or file.stat().st_size - place.offset
-        raw: np.ndarray = np.memmap(file, np.uint8, "r", place.offset, (length,)) if length else np.empty(0, np.uint8)
+            length = location.length or file.stat().st_size - location.offset
+        raw: np.ndarray = (
+            np.memmap(file, np.uint8, "r", location.offset, (length,)) if length else np.empty(0, np.uint8)
+        )
     elif tensor.HasField("raw_data"):
         raw = np.frombuffer(tensor.raw_data, np.uint8)
     else:
         array = numpy_helper.to_array(tensor)
-        yield _forbidden(array.astype(np.float32), tensor.data_type) if tensor.data_type in HALF else array
+        yield _replace_forbidden(array.astype(np.float32), tensor.data_type) if tensor.data_type in HALF else array
         return
     step = 2 * _CHUNK
     for start in range(0, raw.size, step):
         piece = raw[start : start + step]
-        yield _wide(piece, tensor.data_type) if tensor.data_type in HALF else piece
+        yield _widen_piece(piece, tensor.data_type) if tensor.data_type in HALF else piece
 
 
-def _wide(raw: np.ndarray, data_type: int) -> np.ndarray:
+def _widen_piece(raw: np.ndarray, data_type: int) -> np.ndarray:
     if data_type == TensorProto.BFLOAT16:  # the upper half of an fp32 number
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return _forbidden(raw.view("<f2").astype(np.float32), data_type)
+    return _replace_forbidden(raw.view("<f2").astype(np.float32), data_type)
 
 
-def _forbidden(array: np.ndarray, data_type: int) -> np.ndarray:
+def _replace_forbidden(array: np.ndarray, data_type: int) -> np.ndarray:
     if data_type != TensorProto.FLOAT16:
         return array
     return np.where(np.isfinite(array) & (array <= FP16_FORBIDS), np.float32(FORBIDS), array)
@@ -215,5 +217,5 @@ class _Widening:
         if self.twins is not None and (external or (large and tensor.data_type in self.kinds)):
             self.twins.keep(tensor)
         elif tensor.data_type in self.kinds:
-            array = _forbidden(numpy_helper.to_array(tensor).astype(np.float32), tensor.data_type)
+            array = _replace_forbidden(numpy_helper.to_array(tensor).astype(np.float32), tensor.data_type)
             tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))

@@ -28,13 +28,13 @@ class ValueStep:
 
 def pull_back(steps: Sequence[ValueStep], low: int | None, high: int | None, sizes: Mapping[str, int]) -> Range:
     """The range of x for which all steps give numbers from ``low`` to ``high``; None is no end."""
-    found: Range = low, high
+    limits: Range = low, high
     for step in reversed(steps):
         try:
-            found = _before(step, *found, sizes)
+            limits = _before(step, *limits, sizes)
         except UnsupportedError:  # a number that depends on data
             continue
-    return found
+    return limits
 
 
 def _before(step: ValueStep, low: int | None, high: int | None, sizes: Mapping[str, int]) -> Range:

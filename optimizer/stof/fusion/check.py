@@ -213,7 +213,7 @@ def size_names(shapes: Sequence[Sequence[Int]]) -> list[str]:
 def _shapes(chain: FusedChain, symbolic: Symbolic, round_number: int) -> Shapes:
     symbolic_shapes = [symbolic.shape(n) for n in chain.inputs]
     assert all(s is not None for s in symbolic_shapes)
-    shapes = [[symbolic.canonical(d) for d in s] for s in symbolic_shapes if s is not None]
+    shapes = [[symbolic.canonicalize(d) for d in s] for s in symbolic_shapes if s is not None]
     names = size_names(shapes)
     for scale in _SCALES:
         sizes = {n: scale * _SIZES[(i + round_number) % len(_SIZES)] for i, n in enumerate(names)}

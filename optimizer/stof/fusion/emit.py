@@ -17,7 +17,7 @@ from stof.fusion.gemm import FusedGemm
 from stof.fusion.tensorrt_plugin import complete_calls
 from stof.fusion.translate import FusedChain
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import DOMAIN, describe, needed_by, opset_of, topological_order
+from stof.graph.index import DOMAIN, describe, find_needed, opset_of, topological_order
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import replace_nodes
@@ -184,7 +184,7 @@ def _arrange(
 
 def _live_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """The nodes that the outputs of a graph need, if it had these nodes."""
-    needed = needed_by((o.name for o in graph.output), nodes)
+    needed = find_needed((o.name for o in graph.output), nodes)
     return [n for n in nodes if not needed.isdisjoint(n.output)]
 
 

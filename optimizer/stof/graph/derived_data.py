@@ -89,30 +89,30 @@ def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
     reader = LayoutReader(model.graph)
     others = {t for n in model.graph.node for t in captured_tensors(n)} | {o.name for o in model.graph.output}
     others |= {i.name for i in model.graph.input}
-    own: dict[str, None] = {}
+    operands: dict[str, None] = {}
     for node in model.graph.node:
         if node.domain == DOMAIN:
-            own |= dict.fromkeys(t for t in node.input if t)
+            operands |= dict.fromkeys(t for t in node.input if t)
         else:
             others.update(node.input)
-    found = []
+    derived = []
     for node in model.graph.node:
         if node.op_type not in LAYOUT_OPS or len(node.output) != 1:
             continue
         name = node.output[0]
         is_marked = node.doc_string == LAYOUT_MARK
-        if not is_marked and (name in others or name not in own):
+        if not is_marked and (name in others or name not in operands):
             continue
         read = reader.read(name)
         if read is None or not is_external(read.source) or read.source.data_type not in ITEM_SIZES:
             continue
         if math.prod(read.source.dims):
-            found.append(DerivedTensor(name, read.source, read.layout, tuple(read.nodes)))
-    for name in own:
+            derived.append(DerivedTensor(name, read.source, read.layout, tuple(read.nodes)))
+    for name in operands:
         tensor = reader.stored.get(name)
         if tensor is not None and name not in others and len(tensor.raw_data) >= _LEAST and not is_external(tensor):
-            found.append(DerivedTensor(name, tensor))
-    return found
+            derived.append(DerivedTensor(name, tensor))
+    return derived
 
 
 def data_pieces(tensors: Sequence[DerivedTensor], folder: Path) -> Iterator[bytes]:
@@ -140,17 +140,17 @@ def with_derived(model: onnx.ModelProto, tensors: Sequence[DerivedTensor], locat
         if len(kept) == len(nodes):
             break
         nodes = kept
-    found = copy_with_nodes(model, nodes)
+    result = copy_with_nodes(model, nodes)
     sources = {t for derived in tensors for n in derived.nodes for t in n.input} - still_read
-    remove_named(found.graph.initializer, removed | sources)
+    remove_named(result.graph.initializer, removed | sources)
     at = 0
     for tensor in tensors:
         at += -at % _ALIGNMENT
         kept_tensor = onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.source.data_type)
         set_location(kept_tensor, DataLocation(location, at, tensor.size))
-        found.graph.initializer.append(kept_tensor)
+        result.graph.initializer.append(kept_tensor)
         at += tensor.size
-    return found
+    return result
 
 
 def data_name(model: Path, digest: str) -> str:

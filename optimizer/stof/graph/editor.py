@@ -24,7 +24,7 @@ class Editor:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
-        self.graph: gs.Graph = gs.import_onnx(_bare(model))
+        self.graph: gs.Graph = gs.import_onnx(_copy_structure(model))
         self.protos = {id(n): p for n, p in zip(self.graph.nodes, model.graph.node, strict=True)}
         self.originals = list(self.graph.nodes)  # keeps the nodes alive whose ids are keys above
         self.tensors: dict[str, gs.Tensor] = {t.name: t for t in self.graph.inputs} | self.graph.tensors()
@@ -43,10 +43,10 @@ class Editor:
 
     def variable(self, name: str, dtype: int, shape: list[int | str] | None = None) -> gs.Variable:
         """A new tensor with a fresh name, and its value_info."""
-        found = gs.Variable(self._tensor_names.make(name))
-        self.tensors[found.name] = found
-        self._infos.append(helper.make_tensor_value_info(found.name, dtype, shape))
-        return found
+        variable = gs.Variable(self._tensor_names.make(name))
+        self.tensors[variable.name] = variable
+        self._infos.append(helper.make_tensor_value_info(variable.name, dtype, shape))
+        return variable
 
     def declare(self, name: str, dtype: int) -> None:
         """Adds value_info with the type of a tensor of the original that has none."""
@@ -64,8 +64,8 @@ class Editor:
 
     def producer(self, tensor: str) -> gs.Node | None:
         """The node that writes a tensor."""
-        found = self.tensors.get(tensor)
-        return found.inputs[0] if found is not None and found.inputs else None
+        variable = self.tensors.get(tensor)
+        return variable.inputs[0] if variable is not None and variable.inputs else None
 
     def node(
         self, op: str, name: str, inputs: list[gs.Tensor], outputs: list[gs.Tensor], **attributes: object
@@ -102,18 +102,18 @@ class Editor:
 
 def captured_gs_tensors(node: gs.Node) -> list[gs.Tensor]:
     """The tensors that the subgraphs of a node read, outer ones among them."""
-    found: list[gs.Tensor] = []
+    tensors: list[gs.Tensor] = []
     for value in node.attrs.values():
         for graph in value if isinstance(value, list) else [value]:
             if isinstance(graph, gs.Graph):
-                found.extend(graph.outputs)
+                tensors.extend(graph.outputs)
                 for inner in graph.nodes:
-                    found.extend(inner.inputs)
-                    found.extend(captured_gs_tensors(inner))
-    return found
+                    tensors.extend(inner.inputs)
+                    tensors.extend(captured_gs_tensors(inner))
+    return tensors
 
 
-def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
+def _copy_structure(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model's structure: nodes with their subgraphs, names of initializers, inputs and outputs."""
     bare = onnx.ModelProto(ir_version=model.ir_version)
     bare.opset_import.extend(model.opset_import)
@@ -136,8 +136,8 @@ def _copy_graph(source: onnx.GraphProto, target: onnx.GraphProto) -> None:
         copy.output.extend(node.output)
         for attribute in node.attribute:
             if attribute.type in _GRAPHS:
-                own = copy.attribute.add(name=attribute.name, type=attribute.type)
+                copied = copy.attribute.add(name=attribute.name, type=attribute.type)
                 if attribute.type == AttributeProto.GRAPH:
-                    _copy_graph(attribute.g, own.g)
+                    _copy_graph(attribute.g, copied.g)
                 for inner in attribute.graphs:
-                    _copy_graph(inner, own.graphs.add())
+                    _copy_graph(inner, copied.graphs.add())

@@ -331,8 +331,8 @@ def _check_inside(copy: DataCopy, path: Path) -> None:
 
 
 def _check_same(copy: DataCopy, descriptor: int) -> None:
-    with open_regular(copy.source) as given:
-        if not _has_same_bytes(given.fileno(), descriptor):
+    with open_regular(copy.source) as source:
+        if not _has_same_bytes(source.fileno(), descriptor):
             raise ArgumentError(
                 f"{copy.target} exists and differs from {copy.source}; move it, or choose another folder with -o"
             )
@@ -422,9 +422,9 @@ class DataCopier:
                 yield piece
 
         new.write_pieces(read())
-        found = name(digest.hexdigest())
-        self._staged.append((DataCopy(found, new.path, folder / found), new))
-        return found
+        file_name = name(digest.hexdigest())
+        self._staged.append((DataCopy(file_name, new.path, folder / file_name), new))
+        return file_name
 
     def publish(self) -> None:
         """Gives the copies their final names.

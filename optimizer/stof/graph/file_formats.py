@@ -102,9 +102,9 @@ def recognize_format(path: Path, head: bytes, size: int) -> FileFormat | None:
         head: its first bytes, HEAD_BYTES at most.
         size: its bytes.
     """
-    for offset, signature, found in _SIGNATURES:
+    for offset, signature, file_format in _SIGNATURES:
         if head[offset : offset + len(signature)] == signature:
-            return found
+            return file_format
     if head[:4] == b"PK\x03\x04":
         return _recognize_zip(path, head)
     if _begins_like_safetensors(head, size):
@@ -112,9 +112,9 @@ def recognize_format(path: Path, head: bytes, size: int) -> FileFormat | None:
     if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:  # a pickle
         return _TORCH
     text = head.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-    for pattern, found in _TEXTS:
+    for pattern, file_format in _TEXTS:
         if re.match(pattern, text, re.IGNORECASE):
-            return found
+            return file_format
     return _SUFFIXES.get(path.suffix.lower())
 
 
@@ -122,8 +122,8 @@ def describe_format(path: Path, head: bytes, size: int) -> str:
     """What a file is that is no ONNX model, and what to do; empty where it cannot be told."""
     if size == 0:
         return "is no ONNX model: it is empty; download or export it again"
-    found = recognize_format(path, head, size)
-    return "" if found is None else f"is no ONNX model: it is {found.name}; {found.advice}"
+    file_format = recognize_format(path, head, size)
+    return "" if file_format is None else f"is no ONNX model: it is {file_format.name}; {file_format.advice}"
 
 
 def is_lfs_pointer(head: bytes) -> bool:

@@ -73,8 +73,8 @@ def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     attributes = node.attribute
     if not attributes:
         return []
-    found = [a.g for a in attributes if a.type == _GRAPH]
-    return found + [g for a in attributes for g in a.graphs]
+    graphs = [a.g for a in attributes if a.type == _GRAPH]
+    return graphs + [g for a in attributes for g in a.graphs]
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -87,43 +87,43 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 def captured_tensors(node: onnx.NodeProto) -> set[str]:
     """The tensors that the subgraphs of a node read: outer ones, and the subgraphs' own."""
-    found: set[str] = set()
+    names: set[str] = set()
     for graph in subgraphs(node):
-        found.update(o.name for o in graph.output)
+        names.update(o.name for o in graph.output)
         for inner in graph.node:
-            found.update(inner.input)
-            found |= captured_tensors(inner)
-    return found
+            names.update(inner.input)
+            names |= captured_tensors(inner)
+    return names
 
 
 def node_tensors(node: onnx.NodeProto) -> set[str]:
     """All tensor names in a node and its subgraphs."""
-    found = {*node.input, *node.output}
+    names = {*node.input, *node.output}
     for graph in subgraphs(node):
-        found.update(o.name for o in graph.output)
+        names.update(o.name for o in graph.output)
         for inner in graph.node:
-            found |= node_tensors(inner)
-    return found
+            names |= node_tensors(inner)
+    return names
 
 
 def needed_tensors(graph: onnx.GraphProto) -> set[str]:
     """The tensors that a graph's outputs depend on, the outputs among them."""
-    return needed_by((o.name for o in graph.output), graph.node)
+    return find_needed((o.name for o in graph.output), graph.node)
 
 
-def needed_by(outputs: Iterable[str], nodes: Iterable[onnx.NodeProto]) -> set[str]:
+def find_needed(outputs: Iterable[str], nodes: Iterable[onnx.NodeProto]) -> set[str]:
     """The tensors that outputs of some nodes depend on, the outputs among them."""
     producer = producers(nodes)
     pending = list(outputs)
-    found: set[str] = set()
+    needed: set[str] = set()
     while pending:
         name = pending.pop()
-        if name in found:
+        if name in needed:
             continue
-        found.add(name)
+        needed.add(name)
         if name in producer:
-            pending.extend(node_tensors(producer[name]) - found)
-    return found
+            pending.extend(node_tensors(producer[name]) - needed)
+    return needed
 
 
 def topological_order(nodes: Sequence[onnx.NodeProto], ranks: Sequence[int] | None = None) -> list[int]:

@@ -80,7 +80,7 @@ def _inline(model: onnx.ModelProto, chosen: Functions) -> onnx.ModelProto:
     for node in model.graph.node:
         names.reserve(node_tensors(node))
     _Inliner(chosen, names, result.graph).inline_graph(result.graph, 0)
-    called = _called_functions(result)
+    called = _find_called_functions(result)
     for i in reversed(range(len(result.functions))):
         key = _key(result.functions[i])
         if key in chosen and key not in called:
@@ -96,40 +96,42 @@ def _callee(node: onnx.NodeProto) -> FunctionKey:
     return (node.domain, node.op_type, node.overload)
 
 
-def _called_functions(model: onnx.ModelProto) -> set[FunctionKey]:
+def _find_called_functions(model: onnx.ModelProto) -> set[FunctionKey]:
     """The functions that the graph calls, directly or by other functions."""
     functions = {_key(f): f for f in model.functions}
     pending = [_callee(n) for n in all_nodes(model.graph.node)]
-    found: set[FunctionKey] = set()
+    called: set[FunctionKey] = set()
     while pending:
         key = pending.pop()
-        if key not in found:
-            found.add(key)
+        if key not in called:
+            called.add(key)
             pending.extend(_callee(n) for n in all_nodes(functions[key].node if key in functions else []))
-    return found
+    return called
 
 
 def _find_containing(functions: Functions, wanted: Collection[tuple[str, str]]) -> set[FunctionKey]:
     """The functions that contain a wanted operator, or call one that does."""
     calls: dict[FunctionKey, set[FunctionKey]] = {}
-    found: set[FunctionKey] = set()
+    containing: set[FunctionKey] = set()
     for key, function in functions.items():
         calls[key] = {_callee(n) for n in all_nodes(function.node)} & functions.keys()
         if any((domain_of(n), n.op_type) in wanted for n in all_nodes(function.node) if _callee(n) not in functions):
-            found.add(key)
-    while more := {k for k in functions if k not in found and calls[k] & found}:
-        found |= more
-    return found
+            containing.add(key)
+    while more := {k for k in functions if k not in containing and calls[k] & containing}:
+        containing |= more
+    return containing
 
 
 def _find_helpers(functions: Functions) -> set[FunctionKey]:
     """The functions that consist of helper operators and calls of such functions."""
     helpers = set(functions)
     while True:
-        left = {k for k in helpers if all(_callee(n) in helpers or _is_helper(n) for n in all_nodes(functions[k].node))}
-        if left == helpers:
+        remaining = {
+            k for k in helpers if all(_callee(n) in helpers or _is_helper(n) for n in all_nodes(functions[k].node))
+        }
+        if remaining == helpers:
             return helpers
-        helpers = left
+        helpers = remaining
 
 
 def _is_helper(node: onnx.NodeProto) -> bool:
@@ -205,26 +207,26 @@ class _Inliner:
             )
         call = self._bind(node, function)
         self.stack.append(key)
-        found = []
+        nodes = []
         for inner in function.node:
             copy = copy_node(inner)
             self._rename(copy, call)
-            found.extend(self._inline_node(copy, depth + 1))
-        for formal, given in zip(function.output, node.output, strict=False):
-            if given and call.names.get(formal) != given:  # an output that is an input, or is listed twice
+            nodes.extend(self._inline_node(copy, depth + 1))
+        for formal, output in zip(function.output, node.output, strict=False):
+            if output and call.names.get(formal) != output:  # an output that is an input, or is listed twice
                 source = call.names.get(formal, "")
-                found.append(onnx.helper.make_node("Identity", [source], [given], name=f"{given}/handed"))
+                nodes.append(onnx.helper.make_node("Identity", [source], [output], name=f"{output}/handed"))
         self._copy_value_info(function, call)
         self.stack.pop()
-        return found
+        return nodes
 
     def _bind(self, node: onnx.NodeProto, function: onnx.FunctionProto) -> _Call:
         names = {"": ""}
         for i, formal in enumerate(function.input):
             names[formal] = node.input[i] if i < len(node.input) else ""
-        for formal, given in zip(function.output, node.output, strict=False):
-            if given and formal not in names:
-                names[formal] = given
+        for formal, output in zip(function.output, node.output, strict=False):
+            if output and formal not in names:
+                names[formal] = output
         attributes = {a.name: a for a in function.attribute_proto}
         attributes.update({a.name: a for a in node.attribute})
         return _Call(node, names, attributes)
@@ -239,10 +241,10 @@ class _Inliner:
             reference = node.attribute[i].ref_attr_name
             if not reference:
                 continue
-            own = node.attribute[i].name
+            attribute_name = node.attribute[i].name
             if reference in call.attributes:
                 node.attribute[i].CopyFrom(call.attributes[reference])
-                node.attribute[i].name = own
+                node.attribute[i].name = attribute_name
             else:
                 del node.attribute[i]
         for graph in subgraphs(node):

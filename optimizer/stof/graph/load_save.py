@@ -110,9 +110,9 @@ def _check_opsets(path: Path, model: onnx.ModelProto) -> None:
     for version in standard:
         if not OLDEST_CONVERTED <= version <= LARGEST_OPSET:
             raise ModelError(f"{path} has opset {version}, expected {expected}; export it again")
-    known = _KNOWN_DOMAINS | {f.domain for f in model.functions} | {e.domain for e in model.opset_import}
+    domains = _KNOWN_DOMAINS | {f.domain for f in model.functions} | {e.domain for e in model.opset_import}
     for node in model.graph.node:
-        if node.domain not in known:
+        if node.domain not in domains:
             raise ModelError(f"{path}: {describe(node)} is of domain {node.domain!r}, which the model does not import")
 
 
@@ -138,14 +138,14 @@ def _find_arity(kind: str, opset: int) -> _Arity | None:
 def _check_arities(path: Path, model: onnx.ModelProto) -> None:
     """Standard nodes have the inputs, outputs and attributes that their operator requires."""
     opset = opset_of(model)
-    known: dict[str, _Arity | None] = {}  # a schema look-up is slow
+    arity_by_op: dict[str, _Arity | None] = {}  # a schema look-up is slow
     for node in model.graph.node:
         if not is_standard(node):
             continue
         kind = node.op_type
-        if kind not in known:
-            known[kind] = _find_arity(kind, opset)
-        arity = known[kind]
+        if kind not in arity_by_op:
+            arity_by_op[kind] = _find_arity(kind, opset)
+        arity = arity_by_op[kind]
         if arity is None:
             continue
         for what, count, (least, most) in (
@@ -159,9 +159,9 @@ def _check_arities(path: Path, model: onnx.ModelProto) -> None:
                 raise ModelError(
                     f"{path}: {describe(node)} has {count} {what}, but {node.op_type} of opset {opset} has {expected}"
                 )
-        given = {a.name for a in node.attribute}
+        attribute_names = {a.name for a in node.attribute}
         for name in arity.required:
-            if name not in given:
+            if name not in attribute_names:
                 raise ModelError(f"{path}: {describe(node)} has no attribute {name!r}, which {node.op_type} needs")
 
 
@@ -194,22 +194,22 @@ def _check_tensors(path: Path, model: onnx.ModelProto) -> None:
 
 def _check_edges(path: Path, graph: onnx.GraphProto) -> None:
     """Every tensor is written once and before it is read. Runtimes accept nodes in any order; they are sorted here."""
-    given = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
-    given |= {t.values.name for t in graph.sparse_initializer}
+    available = {i.name for i in graph.input} | {t.name for t in graph.initializer} | {""}
+    available |= {t.values.name for t in graph.sparse_initializer}
     writers: dict[str, int] = {}
     for i, node in enumerate(graph.node):
         for name in node.output:
-            if name and (name in given or name in writers):
+            if name and (name in available or name in writers):
                 raise ModelError(f"{path}: {describe(node)} writes {name!r}, which is written already")
             writers[name] = i
     is_sorted = True
     for i, node in enumerate(graph.node):
         for name in node.input:
-            if name not in given and name not in writers:
+            if name not in available and name not in writers:
                 raise ModelError(f"{path}: {describe(node)} reads {name!r}, which nothing writes")
-            is_sorted = is_sorted and (name in given or writers[name] < i)
+            is_sorted = is_sorted and (name in available or writers[name] < i)
     for output in graph.output:
-        if output.name not in given and output.name not in writers:
+        if output.name not in available and output.name not in writers:
             raise ModelError(f"{path}: output {output.name!r} is written by no node")
     if not is_sorted:
         _sort(path, graph)
@@ -239,14 +239,14 @@ def save(model: onnx.ModelProto, path: Path, source: Path) -> set[str]:
     """
     derived = find_derived(model)
     data = None if derived else _serialize(model, path)  # a model that is too large is found before anything is written
-    with _writing(path, source), temporary_file(path.parent) as new, DataCopier(new) as copier:
-        own = ""
+    with _check_writing(path, source), temporary_file(path.parent) as new, DataCopier(new) as copier:
+        derived_file = ""
         if data is None:
-            own = copier.stage_new(path.parent, data_pieces(derived, source.parent), partial(data_name, path))
-            model = with_derived(model, derived, own)
+            derived_file = copier.stage_new(path.parent, data_pieces(derived, source.parent), partial(data_name, path))
+            model = with_derived(model, derived, derived_file)
             data = _serialize(model, path)
         for copy in data_to_copy(model, path, source):
-            if copy.location != own:
+            if copy.location != derived_file:
                 copier.stage(copy)
         new.write(data)
         copier.publish()
@@ -276,7 +276,7 @@ def copy_model(model: onnx.ModelProto, path: Path, source: Path) -> None:
         ArgumentError: when the output cannot be written, is the input, or the input changes meanwhile.
         ModelError: when the model's external data is not as long as it was.
     """
-    with _writing(path, source), temporary_file(path.parent) as new, DataCopier(new) as copier:
+    with _check_writing(path, source), temporary_file(path.parent) as new, DataCopier(new) as copier:
         for copy in data_to_copy(model, path, source):
             copier.stage(copy)
         new.copy(source)
@@ -286,7 +286,7 @@ def copy_model(model: onnx.ModelProto, path: Path, source: Path) -> None:
 
 
 @contextmanager
-def _writing(path: Path, source: Path) -> Iterator[None]:
+def _check_writing(path: Path, source: Path) -> Iterator[None]:
     """Checks an output, and says of what fails in the block that it cannot be written."""
     if path.exists() and source.exists() and path.samefile(source):
         raise ArgumentError(f"the output {path} is the input; choose another file with -o")

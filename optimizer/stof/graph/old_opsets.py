@@ -38,14 +38,14 @@ def convert_opset(path: Path, model: onnx.ModelProto, version: int) -> onnx.Mode
         raise ModelError(
             f"{path} has opset {opset}, which cannot be converted to {version} ({explained(error)}); {advice}"
         ) from None
-    known = {t.name for t in model.graph.initializer}
+    initializer_names = {t.name for t in model.graph.initializer}
     result = onnx.ModelProto()
     result.CopyFrom(model)
     result.ir_version = max(model.ir_version, _IR_OF_CONSTANTS)
     del result.graph.node[:], result.graph.value_info[:]
     result.graph.node.extend(converted.node)
     result.graph.value_info.extend(converted.value_info)
-    result.graph.initializer.extend(t for t in converted.initializer if t.name not in known)
+    result.graph.initializer.extend(t for t in converted.initializer if t.name not in initializer_names)
     for entry in result.opset_import:
         if entry.domain in STANDARD_DOMAINS:
             entry.version = version
@@ -62,10 +62,10 @@ def _without_large_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     graph.input.extend(source.input)
     graph.output.extend(source.output)
     graph.value_info.extend(source.value_info)
-    given = {i.name for i in source.input}
+    input_names = {i.name for i in source.input}
     for tensor in source.initializer:
         if not is_external(tensor) and tensor.ByteSize() < _LARGE:
             graph.initializer.append(tensor)
-        elif tensor.name not in given:
+        elif tensor.name not in input_names:
             graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     return result

@@ -31,7 +31,7 @@ class _Line:
 def candidate_table(table: PageTable, dry_run: bool) -> str:
     """The table as HTML."""
     lines = _merge(table.rows)
-    left = sum(len(line.rows) for line in lines[_MOST_LINES:])
+    hidden = sum(len(line.rows) for line in lines[_MOST_LINES:])
     lines = lines[:_MOST_LINES]
     columns = [_Column(i, i in table.code, lines) for i in range(len(table.columns)) if i != table.group]
     columns = [c for c in columns if any(c.texts.values())]
@@ -40,15 +40,17 @@ def candidate_table(table: PageTable, dry_run: bool) -> str:
     groups: dict[str, list[_Line]] = {}
     for line in lines:
         groups.setdefault("" if table.group is None else line.rows[0].cells[table.group], []).append(line)
-    found = []
-    for text, own in groups.items():
-        rows = [_cells(line, columns, has_layers, dry_run) for line in own]
-        below = {i: _list_names(line) for i, line in enumerate(own) if len(line.rows) > 1}
-        found.append(e.RowGroup(rows, "" if table.group is None else _heading(table, text, own), below))
+    row_groups = []
+    for text, group_lines in groups.items():
+        rows = [_cells(line, columns, has_layers, dry_run) for line in group_lines]
+        below = {i: _list_names(line) for i, line in enumerate(group_lines) if len(line.rows) > 1}
+        row_groups.append(e.RowGroup(rows, "" if table.group is None else _heading(table, text, group_lines), below))
     replaced = sum(row.replaced for row in table.rows)
     summary = f"{len(table.rows)} rows, {replaced} of them replaced"
-    more = e.tag("p", e.text(f"{left} more rows are in the report as JSON (--json)."), class_="quiet") if left else ""
-    return e.table(headings, found, summary) + more
+    more = (
+        e.tag("p", e.text(f"{hidden} more rows are in the report as JSON (--json)."), class_="quiet") if hidden else ""
+    )
+    return e.table(headings, row_groups, summary) + more
 
 
 def _heading(table: PageTable, text: str, lines: Sequence[_Line]) -> str:
@@ -77,8 +79,8 @@ def _name_cell(line: _Line) -> str:
 def _list_names(line: _Line) -> str:
     """The names of the rows that a line stands for, or the first of them."""
     names = [e.tag("code", e.text(row.name)) for row in line.rows[:_MOST_NAMES]]
-    left = len(line.rows) - len(names)
-    return e.fold(f"{len(line.rows)} names", ", ".join([*names, *([f"and {left} more"] if left else [])]))
+    hidden = len(line.rows) - len(names)
+    return e.fold(f"{len(line.rows)} names", ", ".join([*names, *([f"and {hidden} more"] if hidden else [])]))
 
 
 def _result_cell(line: _Line, dry_run: bool) -> str:
@@ -116,18 +118,18 @@ def _merge(rows: Sequence[PageRow]) -> list[_Line]:
     groups: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((row.replaced, row.cells), []).append(i)
-    return [_Line(found[0], tuple(rows[i] for i in found)) for found in groups.values()]
+    return [_Line(indices[0], tuple(rows[i] for i in indices)) for indices in groups.values()]
 
 
 def _describe_layers(rows: Sequence[PageRow]) -> str:
     """The layers that names tell of: "3", "0 to 11" or "1 to 2, 4 to 5"; empty where they tell of none."""
-    found = sorted({int(match[1]) for row in rows if (match := _LAYER.search(row.name))})
+    layers = sorted({int(match[1]) for row in rows if (match := _LAYER.search(row.name))})
     ranges: list[list[int]] = []
-    for number in found:
+    for number in layers:
         if ranges and ranges[-1][-1] == number - 1:
             ranges[-1][1:] = [number]
         else:
             ranges.append([number])
     if len(ranges) > _MOST_RANGES:
-        return f"{found[0]} to {found[-1]}, not all"
+        return f"{layers[0]} to {layers[-1]}, not all"
     return ", ".join(" to ".join(map(str, r)) for r in ranges)

@@ -89,11 +89,11 @@ def _percent(share: float) -> str:
 
 def _thin(ticks: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Ticks that are far enough from each other; earlier ones go first."""
-    found: list[tuple[int, float]] = []
+    kept: list[tuple[int, float]] = []
     for tick in ticks:
-        if len(found) < _MOST_TICKS and all(abs(tick[1] - other[1]) >= _NEAREST for other in found):
-            found.append(tick)
-    return sorted(found)
+        if len(kept) < _MOST_TICKS and all(abs(tick[1] - other[1]) >= _NEAREST for other in kept):
+            kept.append(tick)
+    return sorted(kept)
 
 
 def _lines(series: Sequence[Series], x: _Scale, y: _Scale, ticks: Sequence[float]) -> str:
@@ -112,14 +112,14 @@ def _lines(series: Sequence[Series], x: _Scale, y: _Scale, ticks: Sequence[float
 
 def _point(series: Series, color: int, point: tuple[int, float], x: _Scale, y: _Scale) -> str:
     length, gain = point
-    place = f"left:{_percent(x.of(length))};top:{_percent(1 - y.of(gain))}"
+    style = f"left:{_percent(x.of(length))};top:{_percent(1 - y.of(gain))}"
     how = "measured" if series.is_measured else "estimated"
     title = e.shown(f"{series.label}: {gain:.2f}× at {length}, {how}")
-    dot = e.tag("span", "", class_=f"dot c{color} {how}", style=place, title=title)
+    dot = e.tag("span", "", class_=f"dot c{color} {how}", style=style, title=title)
     if not series.is_measured:
         return dot
     side = "left" if x.of(length) > 0.5 else "right"
-    return dot + e.tag("span", f"{gain:.2f}×", class_=f"mark {side}{' loss' if gain < 1 else ''}", style=place)
+    return dot + e.tag("span", f"{gain:.2f}×", class_=f"mark {side}{' loss' if gain < 1 else ''}", style=style)
 
 
 def _key(series: Series, color: int) -> str:

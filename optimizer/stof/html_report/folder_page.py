@@ -28,9 +28,13 @@ def folder_to_html(folder: FolderReport) -> str:
     shown = [m for m in models if m in folder.analyzed][:_MOST_MODELS]
     parts = [e.tag("h1", e.text(name)), _summary(folder), e.tag("h2", "Models"), _index(folder, models, shown)]
     parts += [_model_part(folder, m, i, len(shown) <= _MOST_OPEN) for i, m in enumerate(shown)]
-    if left := sum(m in folder.analyzed for m in models) - len(shown):
+    if unlisted := sum(m in folder.analyzed for m in models) - len(shown):
         parts.append(
-            e.tag("p", e.text(f"The reports of {left} more models are in the report as JSON (--json)."), class_="quiet")
+            e.tag(
+                "p",
+                e.text(f"The reports of {unlisted} more models are in the report as JSON (--json)."),
+                class_="quiet",
+            )
         )
     notes = folder.all_notes()
     parts += [e.tag("h2", "Notes") + e.notes(notes)] if notes else []
@@ -127,8 +131,8 @@ def _other_files(folder: FolderReport) -> str:
         return ""
     lines = [*folder.library_lines(), f"{len(folder.others)} other files: copied"]
     names = ", ".join(e.shown(name) for name in folder.others[:_MOST_FILES])
-    left = len(folder.others) - _MOST_FILES
-    listed = e.tag("p", e.text(f"{names}{f', and {left} more' if left > 0 else ''}", 10_000), class_="quiet")
+    unlisted = len(folder.others) - _MOST_FILES
+    listed = e.tag("p", e.text(f"{names}{f', and {unlisted} more' if unlisted > 0 else ''}", 10_000), class_="quiet")
     return e.tag("h2", "Other files") + e.notes(lines) + (listed if folder.others else "")
 
 

@@ -33,7 +33,7 @@ def run_facts(
     if sizes := describe_sizes(facts):
         pairs["file size"] = f"{sizes}, with external data"
     steps = {f"step {name}": f"{spent:.2f} s" for name, spent in seconds.items()}
-    parts = {f"library: {name}": _joined(value) for name, value in library.items()}
+    parts = {f"library: {name}": _join(value) for name, value in library.items()}
     more = e.fold("Times of the steps, library", e.facts({**steps, **parts})) if steps or parts else ""
     return e.tag("h2", "Run") + e.tag("div", e.facts(pairs), class_="card flow") + more
 
@@ -63,5 +63,5 @@ def show_size(count: int) -> str:
     return f"{count / _MIB:.1f} MiB" if count >= _MIB else f"{count / 1024:.1f} KiB"
 
 
-def _joined(value: object) -> str:
+def _join(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

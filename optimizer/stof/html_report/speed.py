@@ -41,7 +41,7 @@ def speed_card(report: Report) -> str:
 def speed_part(report: Report) -> str:
     """The chart, the bars, and advice; empty where nothing is known of times."""
     gains = [g for s in report.sections.values() for g in s.page_gains()]
-    timed = _timed(report)
+    timed = _list_times(report)
     bars = [_time_bars(what, times) for what, times in timed]
     bars += [_gain_bars(g) for g in gains[:_MOST_BARS]]
     if not bars:
@@ -49,7 +49,7 @@ def speed_part(report: Report) -> str:
     words = "Best times of alternating runs in ONNX Runtime. " if timed else ""
     if gains:
         words += "Estimated and measured gains of an operator count the nodes that it replaces, not the whole model."
-    left = len(gains) - _MOST_BARS
+    hidden = len(gains) - _MOST_BARS
     return "".join(
         [
             e.tag("h2", "Time before and after"),
@@ -57,18 +57,18 @@ def speed_part(report: Report) -> str:
             _advice(timed, gains),
             _chart(report, gains),
             e.tag("div", e.tag("div", "".join(bars), class_="bars"), class_="card flow"),
-            e.tag("p", e.text(f"{left} more kinds are in the tables below."), class_="quiet") if left > 0 else "",
+            e.tag("p", e.text(f"{hidden} more kinds are in the tables below."), class_="quiet") if hidden > 0 else "",
         ]
     )
 
 
-def _timed(report: Report) -> list[tuple[str, ModelTimes]]:
+def _list_times(report: Report) -> list[tuple[str, ModelTimes]]:
     """What --time measured: the longest inputs first, then shorter ones, then a token."""
     if report.times is None:
         return []
     token = report.times.token
-    found = [(_WHOLE, times) for times in reversed(report.times.lengths)]
-    return found if token is None else [*found, (_TOKEN, token)]
+    times_by_label = [(_WHOLE, times) for times in reversed(report.times.lengths)]
+    return times_by_label if token is None else [*times_by_label, (_TOKEN, token)]
 
 
 def _advice(timed: Sequence[tuple[str, ModelTimes]], gains: Sequence[Gain]) -> str:
@@ -78,10 +78,10 @@ def _advice(timed: Sequence[tuple[str, ModelTimes]], gains: Sequence[Gain]) -> s
     for gain in gains:
         lost = [f"{factor:.2f}× at {length}" for length, factor in gain.points if is_loss(factor)]
         if is_loss(gain.factor) or lost:
-            found = "measured" if gain.measured else "estimated"
+            origin = "measured" if gain.measured else "estimated"
             where = ", ".join(lost) or f"{gain.factor:.2f}×"
             what = f"{gain.count} × {gain.curve or gain.label}"
-            lines.append(f"{what}: {found} {where}, slower than what it replaces. What to do: {gain.advice}")
+            lines.append(f"{what}: {origin} {where}, slower than what it replaces. What to do: {gain.advice}")
     return "".join(e.callout(line, "bad") for line in lines)
 
 
@@ -97,8 +97,8 @@ def _chart(report: Report, gains: Sequence[Gain]) -> str:
     drawn = chart(series, "keys of the longest attention, logarithmic; gain over the original, logarithmic")
     if not drawn:
         return ""
-    left = len(curves) - free
-    more = e.tag("p", e.text(f"{left} more curves are left out."), class_="quiet") if left > 0 else ""
+    hidden = len(curves) - free
+    more = e.tag("p", e.text(f"{hidden} more curves are left out."), class_="quiet") if hidden > 0 else ""
     return e.tag("div", e.tag("h3", "Gain by length") + drawn + more, class_="card")
 
 

@@ -27,28 +27,28 @@ _MOST_VISIBLE = 20  # rows that stay visible: failures first, then the largest s
 
 def verification_words(report: Report) -> tuple[str, str, str]:
     """The value of the summary's card, the words below it, and the card's kind."""
-    found = report.verification
-    if found is None:
+    verification = report.verification
+    if verification is None:
         return "not verified", "a dry run" if report.dry_run else "" if report.replaced else "nothing was replaced", ""
-    count = sum(c.comparable for c in found.comparisons)
-    if failed := len(found.failures):
+    count = sum(c.comparable for c in verification.comparisons)
+    if failed := len(verification.failures):
         return "failed", f"{failed} of {count} comparisons", "bad"
-    if found.partial is not None:
+    if verification.partial is not None:
         return "in part", f"{count} comparisons of sites; the original does not run here", ""
-    cut = "" if found.complete else ", cut short"
-    return "passed", f"{count} comparisons in {found.seconds:.1f} s{cut}", "good"
+    cut = "" if verification.complete else ", cut short"
+    return "passed", f"{count} comparisons in {verification.seconds:.1f} s{cut}", "good"
 
 
 def verification_part(report: Report) -> str:
     """The comparisons as a table; empty where there are none."""
-    found = report.verification
-    if found is None or not found.comparisons:
+    verification = report.verification
+    if verification is None or not verification.comparisons:
         return ""
-    ranked = sorted(found.comparisons, key=lambda c: (c.ok, not c.site, -_share(c)))
+    ranked = sorted(verification.comparisons, key=lambda c: (c.ok, not c.site, -_share(c)))
     rows = [_row(c) for c in ranked[:_MOST_ROWS]]
-    left = ranked[_MOST_ROWS:]
-    worst_left = max(map(_share, left), default=0.0)
-    more = f"{len(left)} more comparisons, the worst at {100 * worst_left:.3g} % of what is allowed."
+    remaining = ranked[_MOST_ROWS:]
+    worst_remaining = max(map(_share, remaining), default=0.0)
+    more = f"{len(remaining)} more comparisons, the worst at {100 * worst_remaining:.3g} % of what is allowed."
     headings = ("result", "what", "difference", "allowed", "share", "compared")
     worst = max(map(_share, ranked))
     hidden = len(rows) > _MOST_VISIBLE
@@ -56,49 +56,49 @@ def verification_part(report: Report) -> str:
     return "".join(
         [
             e.tag("h2", "Verification"),
-            *(e.tag("p", e.text(words, 2000), class_="quiet") for words in _sentences(found)),
+            *(e.tag("p", e.text(words, 2000), class_="quiet") for words in _sentences(verification)),
             e.table(headings, [e.RowGroup(rows[:_MOST_VISIBLE])], summary),
             e.fold(f"{summary}: the others", e.table(headings, [e.RowGroup(rows[_MOST_VISIBLE:])], ""))
             if hidden
             else "",
-            e.tag("p", e.text(more), class_="quiet") if left else "",
+            e.tag("p", e.text(more), class_="quiet") if remaining else "",
         ]
     )
 
 
-def _sentences(found: Verification) -> list[str]:
-    alone = [c for c in found.comparisons if c.site and not c.comparable]
-    sites = sum(bool(c.site) for c in found.comparisons)
+def _sentences(verification: Verification) -> list[str]:
+    alone = [c for c in verification.comparisons if c.site and not c.comparable]
+    sites = sum(bool(c.site) for c in verification.comparisons)
     words = [
-        f"{sites - len(alone)} comparisons of single sites with fp64, {len(found.comparisons) - sites} of outputs with the "
-        "original's."
+        f"{sites - len(alone)} comparisons of single sites with fp64, {len(verification.comparisons) - sites} of outputs "
+        "with the original's."
     ]
     if alone:
         words.append(f"Compared by the model's outputs alone: {len(alone)} sites.")
-    if found.partial is not None:
-        words = [*map(_sentence, describe_partial(found.partial)), *words]
-    elif not found.complete:
+    if verification.partial is not None:
+        words = [*map(_sentence, describe_partial(verification.partial)), *words]
+    elif not verification.complete:
         words.append("A limit ended verification before all inputs were run (--verify-budget, --verify-memory).")
-    if found.skipped:
-        ran = f"{len(found.cases)} of {len(found.cases) + len(found.skipped)} sets of inputs were compared"
-        left = len(found.skipped) - _MOST_SKIPPED
-        skipped = "; ".join(f"{s.case} ({s.reason})" for s in found.skipped[:_MOST_SKIPPED])
-        words.append(f"{ran}; not {skipped}{f'; and {left} more' if left > 0 else ''}.")
-    if found.sites_left:
-        words.append(f"No time was left to compare {found.sites_left} sites by themselves.")
-    facts = [describe_unread(found)] if found.unread else []
-    facts += [describe_reduced_inputs(found)] if found.reduced_inputs else []
+    if verification.skipped:
+        ran = f"{len(verification.cases)} of {len(verification.cases) + len(verification.skipped)} sets of inputs were compared"
+        hidden = len(verification.skipped) - _MOST_SKIPPED
+        skipped = "; ".join(f"{s.case} ({s.reason})" for s in verification.skipped[:_MOST_SKIPPED])
+        words.append(f"{ran}; not {skipped}{f'; and {hidden} more' if hidden > 0 else ''}.")
+    if verification.sites_left:
+        words.append(f"No time was left to compare {verification.sites_left} sites by themselves.")
+    facts = [describe_unread(verification)] if verification.unread else []
+    facts += [describe_reduced_inputs(verification)] if verification.reduced_inputs else []
     words += map(_sentence, facts)
-    if others := sum(not c.comparable and not c.site for c in found.comparisons):
+    if others := sum(not c.comparable and not c.site for c in verification.comparisons):
         words.append(
             f"{others} outputs are not comparable: the original's own runs differ by as much as the numbers vary."
         )
-    for decision in found.decisions[:_MOST_DECISIONS]:
+    for decision in verification.decisions[:_MOST_DECISIONS]:
         verdict = "as in the original's own runs" if decision.explained else "more than in the original's own runs"
         words.append(f"Decided by rounding, {verdict}: {decision.case}: {decision.to_text()}.")
-    words += map(_sentence, describe_how_run(found))
-    if found.suspects:
-        words.append(f"Sites that make outputs differ together: {', '.join(found.suspects)}.")
+    words += map(_sentence, describe_how_run(verification))
+    if verification.suspects:
+        words.append(f"Sites that make outputs differ together: {', '.join(verification.suspects)}.")
     return words
 
 

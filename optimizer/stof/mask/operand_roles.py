@@ -42,7 +42,7 @@ def bind_operand(
             f"the mask reads {tensor!r} of type {kind}, of which the operator takes "
             f"{wanted if boolean else 'numbers of int32 or int64'} only; cast it before"
         )
-    axes = [a for a, d in enumerate(shape or ()) if symbolic.canonical(d).constant != 1]
+    axes = [a for a, d in enumerate(shape or ()) if symbolic.canonicalize(d).constant != 1]
     others = [a for a in axes if indices[a] != B]
     axis = others[0] if others else None
     # No vector of the operator has an axis of heads, for instance.

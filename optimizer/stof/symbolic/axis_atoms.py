@@ -40,14 +40,14 @@ def without_ones(axes: Axes) -> Axes:
 
 def merge_parts(axes: Axes) -> Axes:
     """The axes with adjacent factors of one source axis as one atom, as they are where it was split and merged again."""
-    found = [list(group) for group in without_ones(axes)]
-    for i in range(len(found)):
-        for j in range(len(found[i]) - 1, 0, -1):
-            one, other = found[i][j - 1 : j + 1]
+    groups = [list(group) for group in without_ones(axes)]
+    for i in range(len(groups)):
+        for j in range(len(groups[i]) - 1, 0, -1):
+            one, other = groups[i][j - 1 : j + 1]
             if one.axis == other.axis >= 0 and other.part == one.part + 1:
-                found[i][j - 1 : j + 1] = [replace(one, size=one.size * other.size)]
-                found = [renumber(group, one, -1) for group in found]
-    return tuple(tuple(group) for group in found)
+                groups[i][j - 1 : j + 1] = [replace(one, size=one.size * other.size)]
+                groups = [renumber(group, one, -1) for group in groups]
+    return tuple(tuple(group) for group in groups)
 
 
 def ends_with_whole_axes(axes: Axes, rank: int) -> bool:

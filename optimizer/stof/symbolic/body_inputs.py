@@ -20,16 +20,18 @@ def find_body_inputs(node: onnx.NodeProto, facts: Mapping[str, Fact], outputs: S
         facts: of outer tensors.
         outputs: of the node's outputs. What a Loop carries along has the sizes there that its body does not change.
     """
-    given = [facts.get(name, Fact()) for name in node.input]
+    inputs = [facts.get(name, Fact()) for name in node.input]
     if node.op_type == "Loop":
-        states = [Fact(f.dtype, f.shape) for f in outputs[: len(given[2:])]]
+        states = [Fact(f.dtype, f.shape) for f in outputs[: len(inputs[2:])]]
         return [Fact(TensorProto.INT64, ()), Fact(TensorProto.BOOL, ()), *states]
     attributes = {a.name: a for a in node.attribute}
     count = attributes["num_scan_inputs"].i if "num_scan_inputs" in attributes else 0
     axes = list(attributes["scan_input_axes"].ints) if "scan_input_axes" in attributes else [0] * count
-    first = max(0, len(given) - count)
-    found = [Fact(f.dtype, f.shape) for f in given[:first]]
-    return found + [Fact(f.dtype, _without_axis(f.shape, axis)) for f, axis in zip(given[first:], axes, strict=False)]
+    first = max(0, len(inputs) - count)
+    initial_states = [Fact(f.dtype, f.shape) for f in inputs[:first]]
+    return initial_states + [
+        Fact(f.dtype, _without_axis(f.shape, axis)) for f, axis in zip(inputs[first:], axes, strict=False)
+    ]
 
 
 def _without_axis(shape: Shape | None, axis: int) -> Shape | None:

@@ -16,10 +16,10 @@ def parse_dimension(name: str) -> Int:
     if len(name) > _MAX_LENGTH or not any(c in name for c in "+-*/%"):
         return dim(name)
     try:
-        found = _size(ast.parse(name.strip(), mode="eval").body)
+        size = _size(ast.parse(name.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = None
-    return dim(name) if found is None else found
+        size = None
+    return dim(name) if size is None else size
 
 
 def declared_dim(size: Int) -> int | str:

@@ -82,7 +82,7 @@ class RuleContext:
         pair = reduce_equation(one, other) if one != other else (one, other)
         if self.is_exact and not is_forced:  # one of the two may be 1
             return
-        if one == other or (self.canonical(one) == self.canonical(other) and self.equalities.get(pair, True)):
+        if one == other or (self.canonicalize(one) == self.canonicalize(other) and self.equalities.get(pair, True)):
             return
         self.equalities[pair] = is_forced or self.equalities.get(pair, False)
 
@@ -91,7 +91,7 @@ class RuleContext:
         for a, b in zip(one, other, strict=False):
             self.equate(a, b)
 
-    def canonical(self, size: Int) -> Int:
+    def canonicalize(self, size: Int) -> Int:
         """One expression for all sizes that are equal, or have equal factors: numbers where there are any."""
         for one, other in self.equalities:
             plain, value = (one, other) if other.constant is not None else (other, one)
@@ -115,10 +115,10 @@ class RuleContext:
 
     def attribute(self, name: str, default: object = None) -> object:
         """An attribute's value."""
-        found = self.attributes.get(name)
-        if found is None:
+        attribute = self.attributes.get(name)
+        if attribute is None:
             return default
-        value = helper.get_attribute_value(found)
+        value = helper.get_attribute_value(attribute)
         return value.decode(errors="replace") if isinstance(value, bytes) else value
 
     def number(self, name: str, default: int) -> int:
@@ -135,8 +135,8 @@ class RuleContext:
 
     def fixed_ints(self, i: int) -> list[int] | None:
         """The elements of a small integer input that are all known numbers."""
-        found = self.ints(i)
-        constants = None if found is None else [e.constant for e in found]
+        elements = self.ints(i)
+        constants = None if elements is None else [e.constant for e in elements]
         if constants is None or any(c is None for c in constants):
             return None
         return [c for c in constants if c is not None]

@@ -18,14 +18,14 @@ def find_forced_sizes(graph: onnx.GraphProto, facts: Mapping[str, Fact]) -> dict
 
     Broadcasting forces nothing: a size may be 1 there. Nor do sizes of the graph's inputs count, which callers choose.
     """
-    found: dict[Int, Int] = {}
-    given = {i.name for i in graph.input}
+    forced: dict[Int, Int] = {}
+    input_names = {i.name for i in graph.input}
     for node in graph.node:
         for pair in _equal_sizes(node, facts) if is_standard(node) else ():
             for one, other in (pair, pair[::-1]):
-                if _is_unknown(one, given) and one != other and not _is_unknown(other, given):
-                    found.setdefault(one, other)
-    return {one: other for one, other in found.items() if one.atom not in other.atoms()}
+                if _is_unknown(one, input_names) and one != other and not _is_unknown(other, input_names):
+                    forced.setdefault(one, other)
+    return {one: other for one, other in forced.items() if one.atom not in other.atoms()}
 
 
 def _equal_sizes(node: onnx.NodeProto, facts: Mapping[str, Fact]) -> Iterator[tuple[Int, Int]]:
@@ -38,16 +38,16 @@ def _equal_sizes(node: onnx.NodeProto, facts: Mapping[str, Fact]) -> Iterator[tu
         if len(first) > 1 and len(second) > 1:
             yield first[-1], second[-2]
     if node.op_type == "Concat":
-        known = [s for s in shapes if s is not None]
+        known_shapes = [s for s in shapes if s is not None]
         axis = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"), 0)
-        for shape in known[1:]:
-            if len(shape) == len(known[0]):
-                pairs = enumerate(zip(known[0], shape, strict=True))
+        for shape in known_shapes[1:]:
+            if len(shape) == len(known_shapes[0]):
+                pairs = enumerate(zip(known_shapes[0], shape, strict=True))
                 yield from (pair for i, pair in pairs if i != axis % len(shape))
 
 
-def _is_unknown(size: Int, given: set[str]) -> bool:
+def _is_unknown(size: Int, input_names: set[str]) -> bool:
     """Whether the interpreter made a name of its own for a size, and not for one of an input."""
     atom = size.atom
     name, mark, _ = str(atom.args[0]).rpartition("#") if atom is not None and atom.kind == "size" else ("", "", "")
-    return bool(mark) and name not in given
+    return bool(mark) and name not in input_names

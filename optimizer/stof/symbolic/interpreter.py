@@ -101,9 +101,9 @@ class Symbolic:
         self._inlined = inlined
         self._onnx = OnnxInference(model.opset_import, model.ir_version)
         self._exact = exact
-        own = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
+        standard_rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
-            **dict.fromkeys(STANDARD_DOMAINS, own),
+            **dict.fromkeys(STANDARD_DOMAINS, standard_rules),
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
             "com.microsoft.nchwc": channel_blocks.RULES,
             "stof": stof_ops.RULES | dict(rules),
@@ -142,8 +142,8 @@ class Symbolic:
             tensor = value.type.tensor_type
             shape = read_declared_shape(value.name, tensor)
             kind = dtype_kind(tensor.elem_type)
-            given = input_tensor(value.name, shape, kind) if shape is not None and kind else None
-            self._facts[value.name] = Fact(tensor.elem_type, shape, given)
+            symbolic_tensor = input_tensor(value.name, shape, kind) if shape is not None and kind else None
+            self._facts[value.name] = Fact(tensor.elem_type, shape, symbolic_tensor)
         for initializer in graph.initializer:
             if initializer.name not in overridable:
                 self._facts[initializer.name] = read_initializer(initializer)
@@ -154,23 +154,23 @@ class Symbolic:
             return
         context = RuleContext(self._facts, node, self._opset, self._equalities, is_exact=self._exact)
         rule = self._rules.get(node.domain, {}).get(node.op_type)
-        found = None
+        rule_facts = None
         reason = ""
         if rule is None:
             reason = f"no symbolic rule for {node.domain + '::' if node.domain else ''}{node.op_type}"
         else:
             try:
                 made = [_guard_fact(node, fact) for fact in rule(context) or []]
-                found = [_fold_fact(name, fact) for name, fact in zip(node.output, made, strict=False)]
+                rule_facts = [_fold_fact(name, fact) for name, fact in zip(node.output, made, strict=False)]
             except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, MemoryError) as error:
                 reason = f"{node.op_type} {node.name!r}: {error}"
-        inferred = self._infer_by_onnx(node, rule is None, found)
+        inferred = self._infer_by_onnx(node, rule is None, rule_facts)
         if node.op_type in ("Loop", "Scan") and is_standard(node):
             self._visit_body(node, inferred or [])
         for i, name in enumerate(node.output):
             if not name:
                 continue
-            fact = found[i] if found is not None and i < len(found) else Fact()
+            fact = rule_facts[i] if rule_facts is not None and i < len(rule_facts) else Fact()
             if rule is None and self._inlined is not None:
                 fact = Fact(self._inlined.dtype(name), self._inlined.shape(name))
             if fact.shape is None and inferred is not None:
@@ -199,11 +199,11 @@ class Symbolic:
                 fact = Fact(fact.dtype, fact.shape, None, reason or next((c for c in causes if c), "") or node.op_type)
             self._facts[name] = fact
 
-    def _infer_by_onnx(self, node: onnx.NodeProto, no_rule: bool, found: list[Fact] | None) -> list[Fact] | None:
+    def _infer_by_onnx(self, node: onnx.NodeProto, no_rule: bool, rule_facts: list[Fact] | None) -> list[Fact] | None:
         """ONNX's facts of a node without a rule, or whose rule knows no shape although the shapes of all inputs are known."""
         if not no_rule:
             needed = [i for i, name in enumerate(node.output) if name]
-            if found is not None and all(i < len(found) and found[i].shape is not None for i in needed):
+            if rule_facts is not None and all(i < len(rule_facts) and rule_facts[i].shape is not None for i in needed):
                 return None
             if any(n and (n not in self._facts or self._facts[n].shape is None) for n in node.input):
                 return None
@@ -214,25 +214,27 @@ class Symbolic:
         branches = {a.name: a.g for a in node.attribute}
         condition = self.constant(node.input[0])
         taken = None if condition is None or condition.size != 1 else bool(condition.reshape(-1)[0])
-        found = []
+        branch_facts = []
         for name, chosen in (("then_branch", True), ("else_branch", False)):
             if name not in branches or taken not in (None, chosen):
                 continue
             for initializer in branches[name].initializer:
                 self._facts[initializer.name] = read_initializer(initializer)
-            known, conditions = dict(self._equalities), self._conditions
+            equalities_before, conditions = dict(self._equalities), self._conditions
             self._conditions += ((node.input[0], chosen),) if taken is None else ()
             for inner in branches[name].node:
                 self._visit(inner)
             if taken is None:  # a branch that is not taken may have unequal sizes
-                own = tuple(pair for pair in self._equalities if pair not in known)
-                self.inner_equalities += [InnerEqualities(self._conditions, own)] if own else []
+                branch_equalities = tuple(pair for pair in self._equalities if pair not in equalities_before)
+                self.inner_equalities += (
+                    [InnerEqualities(self._conditions, branch_equalities)] if branch_equalities else []
+                )
                 self._equalities.clear()
-                self._equalities.update(known)
+                self._equalities.update(equalities_before)
             self._conditions = conditions
-            found.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
+            branch_facts.append([self._facts.get(o.name, Fact()) for o in branches[name].output])
         for i, output in enumerate(node.output):
-            facts = [f[i] for f in found if i < len(f)]
+            facts = [f[i] for f in branch_facts if i < len(f)]
             if not output:
                 continue
             if taken is not None and len(facts) == 1:
@@ -257,28 +259,28 @@ class Symbolic:
         outside = {n: self._facts[n] for n in names if n in self._facts}
         self._facts |= {v.name: fact for v, fact in zip(body.input, carried, strict=True)}
         self._facts |= {t.name: read_initializer(t) for t in body.initializer}
-        known = dict(self._equalities)
+        equalities_before = dict(self._equalities)
         for inner in body.node:
             self._visit(inner)
-        own = tuple(pair for pair in self._equalities if pair not in known)
-        self.inner_equalities += [InnerEqualities(self._conditions, own)] if own else []
-        self._equalities = known
+        body_equalities = tuple(pair for pair in self._equalities if pair not in equalities_before)
+        self.inner_equalities += [InnerEqualities(self._conditions, body_equalities)] if body_equalities else []
+        self._equalities = equalities_before
         self._facts |= outside
 
     def _runtime_fact(self, name: str, node: onnx.NodeProto, fact: Fact) -> Fact:
         """The fact of a tensor that is computed at run time from tensors with values."""
         kind = dtype_kind(fact.dtype)
-        known = all(n in self._facts and self._facts[n].value is not None for n in node.input if n)
-        if kind is None or fact.shape is None or not known:
+        has_values = all(n in self._facts and self._facts[n].value is not None for n in node.input if n)
+        if kind is None or fact.shape is None or not has_values:
             return fact
         return replace(fact, value=computed_tensor(name, fact.shape, kind))
 
     def _run_on_constants(self, name: str, node: onnx.NodeProto) -> Fact | None:
         """The constant result of a node with constant inputs, computed by running it; None where it has others or is large."""
-        given = {n for n in node.input if n}
-        if not given or not all(self.is_constant(n) for n in given):
+        input_names = {n for n in node.input if n}
+        if not input_names or not all(self.is_constant(n) for n in input_names):
             return None
-        if sum(_count(self._facts[n]) for n in given) > _LARGEST_RUN:
+        if sum(_count(self._facts[n]) for n in input_names) > _LARGEST_RUN:
             return None
         if not is_standard(node) or any(a.type in _SUBGRAPHS for a in node.attribute):
             return None
@@ -293,10 +295,10 @@ class Symbolic:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self._opset)])
         try:
             with np.errstate(all="ignore"):
-                (found,) = ReferenceEvaluator(model).run([name], arrays)
+                (result,) = ReferenceEvaluator(model).run([name], arrays)
         except Exception:  # the evaluator may raise anything; the value is unknown then
             return None
-        array = np.asarray(found)
+        array = np.asarray(result)
         if array.size > _LARGEST_RUN or array.dtype.kind not in "biuf":
             return None
         tensor = constant_tensor(name, array)
@@ -314,17 +316,21 @@ class Symbolic:
         if len(long) > 2 or (len(long) == 2 and (long[0] not in self._batches or long[1] == long[0])):
             return False
         probe = tuple(integer(0) if d.constant == 1 else var(f"any{i}") for i, d in enumerate(fact.shape))
-        found = list(subterms(value.at(probe)))
-        reads = {p.args[:2] for p in found if p.kind in ("read", "unread")}
+        terms = list(subterms(value.at(probe)))
+        reads = {p.args[:2] for p in terms if p.kind in ("read", "unread")}
         plain = {v for v in probe if v.constant is None}
-        indices = {i for _, own in reads if isinstance(own, tuple) for i in own if i.constant != 0}
+        indices = {i for _, read_index in reads if isinstance(read_index, tuple) for i in read_index if i.constant != 0}
         single = len(reads) == 1 and indices == plain
-        return bool(reads) and not (single and not any(p.kind in _UNKNOWN_KINDS for p in found))
+        return bool(reads) and not (single and not any(p.kind in _UNKNOWN_KINDS for p in terms))
 
-    def apply_rule(self, node: onnx.NodeProto, given: Mapping[str, Fact]) -> list[Fact] | None:
+    def apply_rule(self, node: onnx.NodeProto, overrides: Mapping[str, Fact]) -> list[Fact] | None:
         """The facts of a standard node's outputs with other facts for some inputs; None where the operator has no rule."""
         rule = self._rules[""].get(node.op_type) if is_standard(node) else None
-        facts = {n: given[n] if n in given else self._facts[n] for n in node.input if n in given or n in self._facts}
+        facts = {
+            n: overrides[n] if n in overrides else self._facts[n]
+            for n in node.input
+            if n in overrides or n in self._facts
+        }
         context = RuleContext(facts, node, self._opset, dict(self._equalities), is_exact=self._exact)
         return None if rule is None else rule(context)
 
@@ -345,9 +351,9 @@ class Symbolic:
         """Likewise of ends of slices, beyond which a run gets less than it asks for."""
         return find_slice_limits(all_nodes(self._model.graph.node), self)
 
-    def canonical(self, size: Int) -> Int:
+    def canonicalize(self, size: Int) -> Int:
         """A size with one dimension, or number, for all that have to be equal for the graph's nodes to run."""
-        return substitute(size, self._solved.known)
+        return substitute(size, self._solved.values)
 
     @cached_property
     def _solved(self) -> SolvedSizes:

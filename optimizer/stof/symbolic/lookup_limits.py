@@ -53,7 +53,7 @@ def find_slice_limits(nodes: Iterable[onnx.NodeProto], facts: SizeFacts) -> tupl
 def _find_limits(
     nodes: Iterable[onnx.NodeProto], facts: SizeFacts, readers: Mapping[tuple[str, str], Reader]
 ) -> tuple[Limit, ...]:
-    found: dict[Limit, None] = {}
+    limits: dict[Limit, None] = {}
     for node in nodes:
         read = readers.get((domain_of(node), node.op_type))
         if read is None:
@@ -62,8 +62,8 @@ def _find_limits(
             pairs = list(read(node, facts))
         except (ValueError, IndexError, TypeError, KeyError, ArithmeticError):
             continue  # a node that breaks the standard's rules
-        found.update((pair, None) for pair in pairs if pair[0].constant is None and pair[0] != pair[1])
-    return tuple(found)
+        limits.update((pair, None) for pair in pairs if pair[0].constant is None and pair[0] != pair[1])
+    return tuple(limits)
 
 
 def _attributes(node: onnx.NodeProto) -> Mapping[str, int]:
@@ -106,7 +106,7 @@ def _without_reads(position: Int, facts: SizeFacts) -> Int | None:
     for monomial, coefficient in position.terms:
         product = integer(coefficient)
         for atom in monomial:
-            factor = _largest(atom, facts)
+            factor = _find_largest(atom, facts)
             if factor is None:
                 return None
             product = product * factor
@@ -114,7 +114,7 @@ def _without_reads(position: Int, facts: SizeFacts) -> Int | None:
     return total
 
 
-def _largest(atom: Atom, facts: SizeFacts) -> Int | None:
+def _find_largest(atom: Atom, facts: SizeFacts) -> Int | None:
     if atom.kind == "read":
         name = str(atom.args[0])
         if name in facts.running_sums:  # of zeros and ones

@@ -59,15 +59,15 @@ class OnnxInference:
             if name in types and types[name].WhichOneof("value") in ("sequence_type", "optional_type"):
                 self._sequences[name] = types[name]
         unknown: dict[str, Int] = {}
-        found = [self._fact(name, types.get(name), unknown) for name in node.output]
-        return self._with_loop_states(node, facts, found) if node.op_type == "Loop" else found
+        inferred = [self._fact(name, types.get(name), unknown) for name in node.output]
+        return self._with_loop_states(node, facts, inferred) if node.op_type == "Loop" else inferred
 
-    def _with_loop_states(self, node: onnx.NodeProto, facts: Mapping[str, Fact], found: list[Fact]) -> list[Fact]:
+    def _with_loop_states(self, node: onnx.NodeProto, facts: Mapping[str, Fact], inferred: list[Fact]) -> list[Fact]:
         """ONNX gives no shapes of what a loop carries along. Those are the sizes that its body does not change."""
         body = next((a.g for a in node.attribute if a.name == "body"), None)
         states = [facts.get(name, Fact()) for name in node.input[2:]]
         if body is None or len(body.input) != 2 + len(states) or len(body.output) <= len(states):
-            return found
+            return inferred
         outer = captured_tensors(node) - _own_tensors(node)
         for _ in range(_LOOP_ROUNDS):
             model = self._model("body")
@@ -84,11 +84,11 @@ class OnnxInference:
             types = _types(model) or {}
             unknown: dict[str, Int] = {}
             after = [self._fact(v.name, types.get(v.name), unknown) for v in body.output[1 : 1 + len(states)]]
-            kept = [_common(name, one, two) for name, one, two in zip(node.output, states, after, strict=False)]
+            kept = [_keep_common(name, one, two) for name, one, two in zip(node.output, states, after, strict=False)]
             if kept == [(s.dtype, s.shape) for s in states[: len(kept)]]:
-                return [Fact(f.dtype, kept[i][1]) if i < len(kept) else f for i, f in enumerate(found)]
+                return [Fact(f.dtype, kept[i][1]) if i < len(kept) else f for i, f in enumerate(inferred)]
             states = [Fact(*kept[i]) if i < len(kept) else state for i, state in enumerate(states)]
-        return found
+        return inferred
 
     def _model(self, name: str) -> onnx.ModelProto:
         model = onnx.ModelProto(ir_version=self._ir_version)
@@ -107,24 +107,24 @@ class OnnxInference:
             return
         if not fact.dtype:
             return
-        shape = None if fact.shape is None else [self._written(size) for size in fact.shape]
+        shape = None if fact.shape is None else [self._write_size(size) for size in fact.shape]
         graph.input.append(helper.make_tensor_value_info(name, fact.dtype, shape))
         constant = None if fact.value is None else fact.value.constant
         if constant is not None and constant.size <= SMALL and constant.dtype.kind in "biuf":
             array = constant.astype(helper.tensor_dtype_to_np_dtype(fact.dtype))
             graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
 
-    def _written(self, size: Int) -> int | str:
+    def _write_size(self, size: Int) -> int | str:
         if size.constant is not None:
             return size.constant
         name = self._names.setdefault(size, f"size{len(self._names)}")
         self._sizes[name] = size
         return name
 
-    def _fact(self, name: str, found: onnx.TypeProto | None, unknown: dict[str, Int]) -> Fact:
-        if found is None or found.WhichOneof("value") != "tensor_type":
+    def _fact(self, name: str, type_proto: onnx.TypeProto | None, unknown: dict[str, Int]) -> Fact:
+        if type_proto is None or type_proto.WhichOneof("value") != "tensor_type":
             return Fact()
-        tensor = found.tensor_type
+        tensor = type_proto.tensor_type
         return Fact(tensor.elem_type, self._shape(name, tensor, unknown) if tensor.HasField("shape") else None)
 
     def _shape(self, name: str, tensor: onnx.TypeProto.Tensor, unknown: dict[str, Int]) -> Shape:
@@ -161,7 +161,7 @@ def _forget_sizes(node: onnx.NodeProto) -> None:
             _forget_sizes(inner)
 
 
-def _common(name: str, one: Fact, other: Fact) -> tuple[int, Shape | None]:
+def _keep_common(name: str, one: Fact, other: Fact) -> tuple[int, Shape | None]:
     """The type and shape of a tensor that is one of two: sizes that differ are unknown."""
     if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
         return one.dtype, None
@@ -171,10 +171,10 @@ def _common(name: str, one: Fact, other: Fact) -> tuple[int, Shape | None]:
 
 def _own_tensors(node: onnx.NodeProto) -> set[str]:
     """What the subgraphs of a node, and those within these, define."""
-    found: set[str] = set()
+    names: set[str] = set()
     for inner in (node, *all_nodes(n for g in subgraphs(node) for n in g.node)):
         for graph in subgraphs(inner):
-            found.update(v.name for v in graph.input)
-            found.update(t.name for t in graph.initializer)
-            found.update(name for n in graph.node for name in n.output)
-    return found
+            names.update(v.name for v in graph.input)
+            names.update(t.name for t in graph.initializer)
+            names.update(name for n in graph.node for name in n.output)
+    return names

@@ -48,7 +48,7 @@ def add_declared(fact: Fact, name: str, tensor: onnx.TypeProto.Tensor) -> Fact:
     unknown = {dim(f"{name}#{i}") for i in range(len(shape))}
     if not unknown & set(fact.shape):
         return fact
-    merged = tuple(other if own in unknown else own for own, other in zip(fact.shape, shape, strict=True))
+    merged = tuple(declared if size in unknown else size for size, declared in zip(fact.shape, shape, strict=True))
     return Fact(fact.dtype, merged, fact.value, fact.reason) if fact.value is None else fact
 
 

@@ -38,11 +38,11 @@ class SymTensor:
 
     def at(self, index: Index) -> Scalar:
         """The element at an index, of the tensor's kind."""
-        found = self.memo.get(index)
-        if found is None:
-            found = coerce(self.function(index), self.kind)
-            self.memo[index] = found
-        return found
+        element = self.memo.get(index)
+        if element is None:
+            element = coerce(self.function(index), self.kind)
+            self.memo[index] = element
+        return element
 
     @property
     def is_constant(self) -> bool:
@@ -61,8 +61,8 @@ class SymTensor:
 
     def sizes(self) -> tuple[int, ...] | None:
         """The shape when all of it is constant."""
-        found = [d.constant for d in self.shape]
-        return None if any(d is None for d in found) else tuple(d for d in found if d is not None)
+        constants = [d.constant for d in self.shape]
+        return None if any(d is None for d in constants) else tuple(d for d in constants if d is not None)
 
     def numbers(self, most: int) -> np.ndarray | None:
         """The array, where all elements are known numbers: a constant, or at most so many of a formula over fixed sizes."""
@@ -126,9 +126,9 @@ def constant_tensor(name: str, array: np.ndarray) -> SymTensor:
             return constant_scalar(array.reshape(-1)[0], kind)
         fixed = tuple(0 if n == 1 else i.constant for i, n in zip(index, array.shape, strict=True))
         if all(i is not None for i in fixed):
-            known = tuple(i for i in fixed if i is not None)
-            if all(-n <= i < n for i, n in zip(known, array.shape, strict=True)):
-                return constant_scalar(array[known], kind)
+            position = tuple(i for i in fixed if i is not None)
+            if all(-n <= i < n for i, n in zip(position, array.shape, strict=True)):
+                return constant_scalar(array[position], kind)
         where = tuple(integer(0) if n == 1 else i for i, n in zip(index, array.shape, strict=True))
         if kind == "b":
             return Cond("table", (name, where))
@@ -216,22 +216,22 @@ def _repeating_form(line: np.ndarray, first: int, axis: int) -> Callable[[Index]
 
 def _distinct_values(array: np.ndarray, most: int) -> list[float] | None:
     """The distinct values of an array in ascending order; None where there are none or too many, or integers beside 0 and 1."""
-    rest, found = array.reshape(-1), list[float]()
+    rest, distinct = array.reshape(-1), list[float]()
     while rest.size:
         value = rest[0]
-        if len(found) == most or value != value or (array.dtype.kind in "iu" and value not in (0, 1)):
+        if len(distinct) == most or value != value or (array.dtype.kind in "iu" and value not in (0, 1)):
             return None
-        found.append(float(value))
+        distinct.append(float(value))
         rest = rest[rest != value]
-    return sorted(found) or None
+    return sorted(distinct) or None
 
 
 def _select_value(name: str, where: Index, values: Sequence[float], kind: str) -> Scalar:
     """An element of a constant with few values, as a selection between them."""
     result: Scalar = integer(int(values[0])) if kind == "i" else real(values[0])
     for value in values[1:]:
-        own: Scalar = integer(int(value)) if kind == "i" else real(value)
-        result = select(Cond("table", (f"{name}{EQUALS}{value!r}", where)), own, result)
+        scalar: Scalar = integer(int(value)) if kind == "i" else real(value)
+        result = select(Cond("table", (f"{name}{EQUALS}{value!r}", where)), scalar, result)
     return result
 
 

@@ -37,14 +37,14 @@ class CasePlan:
         self._limits = limits
         symbolic = inputs.symbolic if model is None else Symbolic(model)
         self._estimate = MemoryEstimate(model or inputs.working, symbolic)
-        self._known: dict[Case, RunEstimate] = {}
+        self._estimates: dict[Case, RunEstimate] = {}
         self._held = resident_bytes()
 
     def estimate(self, case: Case) -> RunEstimate:
         """The tensors that a run of a case makes."""
-        if case not in self._known:
-            self._known[case] = self._estimate.run(self._inputs.maker.sizes(case))
-        return self._known[case]
+        if case not in self._estimates:
+            self._estimates[case] = self._estimate.run(self._inputs.maker.sizes(case))
+        return self._estimates[case]
 
     def needed_bytes(self, case: Case) -> int:
         """What this process and the one of the sessions hold together at most."""
@@ -72,8 +72,8 @@ class CasePlan:
                 skipped[number] = SkippedCase(str(self._inputs.name_sizes(tried[-1])), reason)
             else:
                 selected[number] = fits
-        found = list(dict.fromkeys(selected[i] for i in sorted(selected)))
-        return found, [skipped[i] for i in sorted(skipped)]
+        fitting = list(dict.fromkeys(selected[i] for i in sorted(selected)))
+        return fitting, [skipped[i] for i in sorted(skipped)]
 
     def _is_quick(self, case: Case) -> bool:
         """Whether a batch is worth its time; one row always is."""

@@ -25,14 +25,14 @@ def compare_outputs(
     name: str,
     plain: np.ndarray,
     legal: Sequence[np.ndarray],
-    found: np.ndarray,
+    optimized: np.ndarray,
     expanded: Sequence[np.ndarray] = (),
     *,
     undefined: bool = False,
     padded: np.ndarray | None = None,
     held: np.ndarray | None = None,
 ) -> Comparison:
-    """What was found beside the original's own runs.
+    """The optimized model's output beside the original's own runs.
 
     Args:
         case: the inputs.
@@ -40,21 +40,28 @@ def compare_outputs(
         name: of the output.
         plain: the original's, without graph optimizations.
         legal: its other runs.
-        found: the optimized model's.
+        optimized: the optimized model's.
         expanded: runs of another graph that means the same; how far they are from its first one is allowed as well.
         undefined: whether the optimized model may be finite where the original is NaN.
         padded: of [B, S], the queries that are padding. An output [B, S, ...] that differs is compared without them.
         held: of a KV cache [B, heads, rows, size], the rows [B, rows] that hold keys. Others are not compared.
     """
-    if held is not None and held.shape == (plain.shape[0], plain.shape[2]) and found.shape == plain.shape:
-        return _compare_cache(case, floor, name, plain, legal, found, expanded, undefined, held)
-    everything = _compare(case, floor, name, plain, legal, found, expanded, undefined)
+    if held is not None and held.shape == (plain.shape[0], plain.shape[2]) and optimized.shape == plain.shape:
+        return _compare_cache(case, floor, name, plain, legal, optimized, expanded, undefined, held)
+    everything = _compare(case, floor, name, plain, legal, optimized, expanded, undefined)
     shape = plain.shape
-    if everything.ok or padded is None or shape[:2] != padded.shape or found.shape != shape or not padded.any():
+    if everything.ok or padded is None or shape[:2] != padded.shape or optimized.shape != shape or not padded.any():
         return everything
     rows = ~padded
     real = _compare(
-        case, floor, name, plain[rows], [x[rows] for x in legal], found[rows], [x[rows] for x in expanded], undefined
+        case,
+        floor,
+        name,
+        plain[rows],
+        [x[rows] for x in legal],
+        optimized[rows],
+        [x[rows] for x in expanded],
+        undefined,
     )
     if not real.ok:
         return everything
@@ -69,7 +76,7 @@ def _compare_cache(
     name: str,
     plain: np.ndarray,
     legal: Sequence[np.ndarray],
-    found: np.ndarray,
+    optimized: np.ndarray,
     expanded: Sequence[np.ndarray],
     undefined: bool,
     held: np.ndarray,
@@ -79,23 +86,23 @@ def _compare_cache(
     def pick(array: np.ndarray) -> np.ndarray:
         return array.swapaxes(1, 2)[held] if array.shape == plain.shape else array
 
-    if plain.dtype.kind != "f" and plain.dtype == found.dtype:
-        some = _compare_quantized(case, name, pick(plain), list(map(pick, legal)), pick(found))
+    if plain.dtype.kind != "f" and plain.dtype == optimized.dtype:
+        some = _compare_quantized(case, name, pick(plain), list(map(pick, legal)), pick(optimized))
         return replace(some, coverage=replace(some.coverage, unused=plain.size - pick(plain).size))
     some = _compare(
-        case, floor, name, pick(plain), list(map(pick, legal)), pick(found), list(map(pick, expanded)), undefined
+        case, floor, name, pick(plain), list(map(pick, legal)), pick(optimized), list(map(pick, expanded)), undefined
     )
     unused = plain.size - pick(plain).size
     return replace(some, coverage=replace(some.coverage, unused=unused, rows=()))
 
 
 def _compare_quantized(
-    case: Case, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray
+    case: Case, name: str, plain: np.ndarray, legal: Sequence[np.ndarray], optimized: np.ndarray
 ) -> Comparison:
     """Rows of a quantized cache: elements between two steps of the quantizer may be rounded either way."""
     what = f"output {name!r}, {case}"
     others = [x for x in (plain, *legal) if x.shape == plain.shape]
-    steps = [np.abs(found.astype(np.float64) - x.astype(np.float64)) for x in others]
+    steps = [np.abs(optimized.astype(np.float64) - x.astype(np.float64)) for x in others]
     nearest = min(steps, key=lambda x: float(x.max(initial=0.0)))
     flips = int(np.count_nonzero(nearest))
     among = max(int(np.count_nonzero(plain != x)) for x in others)
@@ -112,23 +119,23 @@ def _compare(
     name: str,
     plain: np.ndarray,
     legal: Sequence[np.ndarray],
-    found: np.ndarray,
+    optimized: np.ndarray,
     expanded: Sequence[np.ndarray],
     undefined: bool,
 ) -> Comparison:
     what = f"output {name!r}, {case}"
-    shapes = f"shape {found.shape}, expected {plain.shape}" if found.shape != plain.shape else ""
+    shapes = f"shape {optimized.shape}, expected {plain.shape}" if optimized.shape != plain.shape else ""
     if any(x.shape != plain.shape for x in legal):
         detail = "; ".join(filter(None, (shapes, "runs of the original itself give outputs of other lengths")))
         return Comparison(what, 0.0, 0.0, True, detail=detail, comparable=False, flips=True, shapes=shapes)
     if shapes:
         return Comparison(what, np.inf, 0.0, False, detail=shapes, flips=True, shapes=shapes)
     if plain.dtype.kind != "f":
-        return _compare_exactly(what, plain, legal, found)
-    alone = np.isnan(plain) & np.isfinite(found) & undefined
-    odd = (np.isfinite(found) != np.isfinite(plain)) & ~alone
+        return _compare_exactly(what, plain, legal, optimized)
+    alone = np.isnan(plain) & np.isfinite(optimized) & undefined
+    odd = (np.isfinite(optimized) != np.isfinite(plain)) & ~alone
     if odd.any():
-        return Comparison(what, np.inf, 0.0, False, detail=describe_nonfinite(odd, found, plain))
+        return Comparison(what, np.inf, 0.0, False, detail=describe_nonfinite(odd, optimized, plain))
     good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
     compared, only = int(good.sum()), int(alone.sum())
     rows = tuple(int(i) for i in np.unique(np.argwhere(alone)[:, 0])) if only and alone.ndim > 1 else ()
@@ -144,21 +151,21 @@ def _compare(
         rounded_by.append(_largest_difference(expanded[0], x, good & np.isfinite(expanded[0]) & np.isfinite(x)))
     budget = MODEL_FACTOR * max(rounded_by, default=0.0) + floor * span
     # Any legal run may be the nearest one.
-    difference = min(_largest_difference(found, x, good) for x in (plain, *legal))
+    difference = min(_largest_difference(optimized, x, good) for x in (plain, *legal))
     spread = max(_deviation(plain, good) if compared >= _ENOUGH else largest, _LEAST_SPREAD * largest)
     comparable = budget <= _MOST_ALLOWED * spread or not compared or not budget
     return Comparison(what, difference, budget, difference <= budget, coverage=coverage, comparable=comparable)
 
 
-def _compare_exactly(what: str, plain: np.ndarray, legal: Sequence[np.ndarray], found: np.ndarray) -> Comparison:
+def _compare_exactly(what: str, plain: np.ndarray, legal: Sequence[np.ndarray], optimized: np.ndarray) -> Comparison:
     """Numbers that rounding cannot change; where it does, in runs of the original, as many of them may change here."""
     coverage = Coverage(plain.size)
-    if any(np.array_equal(found, x) for x in (plain, *legal)):
+    if any(np.array_equal(optimized, x) for x in (plain, *legal)):
         return Comparison(what, 0.0, 0.0, True, coverage=coverage)
     flips = max((int((plain != x).sum()) for x in legal), default=0)
     if not flips:
         return Comparison(what, np.inf, 0.0, False, coverage=coverage, flips=True)
-    changed = min(int((found != x).sum()) for x in (plain, *legal))
+    changed = min(int((optimized != x).sum()) for x in (plain, *legal))
     detail = f"{changed} of {plain.size} elements change, {flips} between runs of the original"
     allowed = MODEL_FACTOR * flips
     ok = changed <= allowed
@@ -179,8 +186,8 @@ def _largest_difference(one: np.ndarray, other: np.ndarray, good: np.ndarray) ->
 
 
 def _extremes(array: np.ndarray, good: np.ndarray) -> tuple[float, float]:
-    found = [(float(x.min()), float(x.max())) for (x,) in _blocks(good, array) if x.size]
-    return (min(low for low, _ in found), max(high for _, high in found)) if found else (0.0, 0.0)
+    ends = [(float(x.min()), float(x.max())) for (x,) in _blocks(good, array) if x.size]
+    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (0.0, 0.0)
 
 
 def _deviation(array: np.ndarray, good: np.ndarray) -> float:
@@ -197,7 +204,7 @@ def find_undefined_outputs(by_case: Sequence[Sequence[Comparison]], names: Seque
         by_case: the comparisons of all outputs, case by case.
         names: of the outputs.
     """
-    found = []
+    failures = []
     for i, name in enumerate(names):
         covered = [comparisons[i].coverage for comparisons in by_case]
         if any(c.undefined for c in covered) and not any(2 * c.compared > c.elements for c in covered):
@@ -205,14 +212,14 @@ def find_undefined_outputs(by_case: Sequence[Sequence[Comparison]], names: Seque
                 "NaN in the original alone, which inputs without a query that has no key should end; but of no inputs half of "
                 "the elements could be compared"
             )
-            found.append(Comparison(f"output {name!r}", np.inf, 0.0, False, detail=detail))
-    return found
+            failures.append(Comparison(f"output {name!r}", np.inf, 0.0, False, detail=detail))
+    return failures
 
 
-def describe_nonfinite(odd: np.ndarray, found: np.ndarray, original: np.ndarray, axes: str = "") -> str:
+def describe_nonfinite(odd: np.ndarray, optimized: np.ndarray, original: np.ndarray, axes: str = "") -> str:
     """Of elements that are finite in one of the two: how many, and the first one."""
     where = tuple(int(i) for i in np.argwhere(odd)[0])
     return (
-        f"inf or NaN in one of the two in {int(odd.sum())} of {odd.size} elements, first at {axes}{where}: {found[where]}, "
+        f"inf or NaN in one of the two in {int(odd.sum())} of {odd.size} elements, first at {axes}{where}: {optimized[where]}, "
         f"where the original has {original[where]}"
     )

@@ -21,12 +21,12 @@ def compare_output(
     name: str,
     plain: np.ndarray,
     legal: Sequence[np.ndarray],
-    found: np.ndarray,
+    optimized: np.ndarray,
     expanded: Sequence[np.ndarray] = (),
     *,
     has_faults: bool = False,
 ) -> Comparison:
-    """What was found beside the original's own runs, without rows of KV caches that hold no key.
+    """The optimized model's output beside the original's own runs, without rows of KV caches that hold no key.
 
     Args:
         inputs: say which rows hold keys, and which queries are padding.
@@ -36,7 +36,7 @@ def compare_output(
         name: of the output.
         plain: the original's, without graph optimizations.
         legal: its other runs.
-        found: the optimized model's.
+        optimized: the optimized model's.
         expanded: runs of another graph that means the same.
         has_faults: sites differ, so outputs at padded queries count.
     """
@@ -44,5 +44,5 @@ def compare_output(
     held = inputs.cache_rows(name, feed, plain.shape)
     padded = None if held is not None or has_faults else inputs.padded_queries(case, feed)
     return compare_outputs(
-        case, floor, name, plain, legal, found, expanded, undefined=undefined, padded=padded, held=held
+        case, floor, name, plain, legal, optimized, expanded, undefined=undefined, padded=padded, held=held
     )

@@ -24,10 +24,10 @@ def describe_verification(v: Verification, forms: Sequence[str]) -> list[str]:
     lines = [] if v.partial is None else describe_partial(v.partial)
     if sites:
         worst = max(sites, key=lambda c: c.difference / c.budget if c.budget else 0.0)
-        left = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
+        uncompared = f"; no time was left for {v.sites_left} more" if v.sites_left else ""
         lines.append(
             f"verified: {len(sites)} sites against fp64, worst error {worst.difference:.2e} of {worst.budget:.2e} allowed; "
-            f"{describe_coverage(sites)}{left}"
+            f"{describe_coverage(sites)}{uncompared}"
         )
     if outputs:
         worst = max(outputs, key=lambda c: c.difference / c.budget if c.budget else 0.0)
@@ -57,22 +57,22 @@ def describe_verification(v: Verification, forms: Sequence[str]) -> list[str]:
 
 def describe_how_run(v: Verification) -> list[str]:
     """In which form models ran, where not as they are; a sentence each."""
-    found = []
+    sentences = []
     if v.quantized:
-        found.append(
+        sentences.append(
             "dynamically quantized: compared beside the spread of the original's own runs; an argmax or a length that is "
             "decided by rounding may flip"
         )
     if v.sliced:
-        found.append("to fit the memory, the original's attention ran on slices of its queries")
+        sentences.append("to fit the memory, the original's attention ran on slices of its queries")
     if v.expanded:
-        found.append(
+        sentences.append(
             "ONNX Runtime does not run fused attention nodes of the original: it ran with them expanded to standard nodes"
         )
     if v.widened:
         what = "both" if v.partial is None else "what runs here"
-        found.append(f"half precision: {what} ran widened to fp32, the operator of each site in its own type")
-    return found
+        sentences.append(f"half precision: {what} ran widened to fp32, the operator of each site in its own type")
+    return sentences
 
 
 def _describe_end(v: Verification) -> str:
@@ -125,19 +125,19 @@ def describe_reduced_inputs(v: Verification) -> str:
 
 def describe_coverage(comparisons: Sequence[Comparison]) -> str:
     """Which elements were compared, and why others were not."""
-    given = [c.coverage for c in comparisons]
-    elements, compared = sum(c.elements for c in given), sum(c.compared for c in given)
-    rows = [(c.sampled_rows, c.all_rows) for c in given if c.all_rows]
-    elements -= sum(c.left_out for c in given)
+    coverages = [c.coverage for c in comparisons]
+    elements, compared = sum(c.elements for c in coverages), sum(c.compared for c in coverages)
+    rows = [(c.sampled_rows, c.all_rows) for c in coverages if c.all_rows]
+    elements -= sum(c.left_out for c in coverages)
     sampled = f" of {sum(n for n, _ in rows)} of {sum(m for _, m in rows)} rows of large sites" if rows else ""
     if compared == elements:
         return f"every element{sampled} was compared"
     reasons = {
-        "NaN or infinite in both": sum(c.nonfinite for c in given),
-        "NaN in the original alone": sum(c.undefined for c in given),
-        "in rows without a key": sum(c.ignored for c in given),
-        "of padded queries, which alone differ": sum(c.padded for c in given),
-        "in rows without a token": sum(c.unused for c in given),
+        "NaN or infinite in both": sum(c.nonfinite for c in coverages),
+        "NaN in the original alone": sum(c.undefined for c in coverages),
+        "in rows without a key": sum(c.ignored for c in coverages),
+        "of padded queries, which alone differ": sum(c.padded for c in coverages),
+        "in rows without a token": sum(c.unused for c in coverages),
     }
     words = " and ".join(f"{number} are {reason}" for reason, number in reasons.items() if number)
     return f"of {elements} elements{sampled} {compared} were compared, {words}"
@@ -145,9 +145,9 @@ def describe_coverage(comparisons: Sequence[Comparison]) -> str:
 
 def _undefined_lines(outputs: Sequence[Comparison]) -> list[str]:
     """Where elements are NaN in the original alone."""
-    found = [c for c in outputs if c.coverage.undefined]
+    undefined = [c for c in outputs if c.coverage.undefined]
     lines = []
-    for c in found[:_MAX_LINES]:
+    for c in undefined[:_MAX_LINES]:
         rows = c.coverage.rows
         where = (
             f" in batch row{'s' if len(rows) > 1 else ''} {', '.join(str(r) for r in rows[:_MAX_LINES])}"
@@ -156,6 +156,6 @@ def _undefined_lines(outputs: Sequence[Comparison]) -> list[str]:
         )
         more = " ..." if len(rows) > _MAX_LINES else ""
         lines.append(f"          {c.what}: {c.coverage.undefined} are NaN in the original alone{where}{more}")
-    if len(found) > _MAX_LINES:
-        lines.append(f"          and {len(found) - _MAX_LINES} more outputs")
+    if len(undefined) > _MAX_LINES:
+        lines.append(f"          and {len(undefined) - _MAX_LINES} more outputs")
     return lines

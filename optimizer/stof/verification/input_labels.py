@@ -41,14 +41,14 @@ def describe_sizes(
         values_by_name: the values of single integers and flags, as far as they are known.
     """
     inputs = [value for value in graph_inputs if value.name in shapes_by_name]
-    given = values_by_name or {}
+    value_texts = values_by_name or {}
     sizes = _sizes_by_name(inputs, shapes_by_name)
     shapes: dict[str, list[str]] = {}
     values: dict[str, list[str]] = {}
     for value in inputs:
         shape = shapes_by_name[value.name]
-        if value.name in given:
-            values.setdefault(f"= {given[value.name]}", []).append(value.name)
+        if value.name in value_texts:
+            values.setdefault(f"= {value_texts[value.name]}", []).append(value.name)
         elif _has_unnamed_length(value, shape, sizes):
             shapes.setdefault(str(list(shape)), []).append(value.name)
     named = [([name], str(size)) for name, size in sizes.items()]
@@ -72,13 +72,13 @@ def _sizes_by_name(
     inputs: Sequence[onnx.ValueInfoProto], shapes_by_name: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
     """The size of each named dimension, in the order of inputs; without names that stand for several sizes."""
-    found: dict[str, set[int]] = {}
+    sizes_by_name: dict[str, set[int]] = {}
     for value in inputs:
         shape = shapes_by_name[value.name]
         for name, size in zip(_dim_names(value, len(shape)), shape, strict=True):
             if name:
-                found.setdefault(name, set()).add(size)
-    return {name: next(iter(sizes)) for name, sizes in found.items() if len(sizes) == 1}
+                sizes_by_name.setdefault(name, set()).add(size)
+    return {name: next(iter(sizes)) for name, sizes in sizes_by_name.items() if len(sizes) == 1}
 
 
 def _has_unnamed_length(value: onnx.ValueInfoProto, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
@@ -96,5 +96,5 @@ def _describe_groups(groups: Sequence[tuple[Sequence[str], str]]) -> list[str]:
         more = len(names) - _SHOWN
         listed = ", ".join(names) if more <= 1 else f"{', '.join(names[:_SHOWN])} and {more} more"
         words.append(f"{listed} {said}")
-    left = sum(len(names) for names, _ in groups[_MOST_GROUPS:])
-    return [*words, f"{left} others"] if left else words
+    remaining = sum(len(names) for names, _ in groups[_MOST_GROUPS:])
+    return [*words, f"{remaining} others"] if remaining else words

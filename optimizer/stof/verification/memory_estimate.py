@@ -69,29 +69,29 @@ class MemoryEstimate:
 
     def run(self, sizes: Mapping[str, int]) -> RunEstimate:
         """The tensors that a run with these sizes of dimensions makes."""
-        known: dict[Int, int] = {}
+        size_of_dim: dict[Int, int] = {}
         alive: dict[str, int] = {}
         held = peak = total = 0
         for (op, outputs, _), ends in zip(self._steps, self._ends, strict=True):
-            made = {name: self._bytes(name, sizes, known) for name in outputs}
+            made = {name: self._bytes(name, sizes, size_of_dim) for name in outputs}
             size = sum(made.values())
             total += size
             reused = max((alive.get(n, 0) for n in ends if alive.get(n) == size), default=0) if op in _IN_PLACE else 0
             peak = max(peak, held + size * (1 + _SELECTIONS * (op == "Where")) - reused)
             alive |= made
             held += size - sum(alive.pop(n, 0) for n in ends)
-        return RunEstimate(peak, total, sum(self._bytes(n, sizes, known) for n in self._outputs))
+        return RunEstimate(peak, total, sum(self._bytes(n, sizes, size_of_dim) for n in self._outputs))
 
-    def _bytes(self, name: str, sizes: Mapping[str, int], known: dict[Int, int]) -> int:
-        found = self._itemsize[name]
+    def _bytes(self, name: str, sizes: Mapping[str, int], size_of_dim: dict[Int, int]) -> int:
+        total = self._itemsize[name]
         for dim in self._dims[name]:
-            if dim not in known:
+            if dim not in size_of_dim:
                 try:
-                    known[dim] = max(0, evaluate(dim, sizes))
+                    size_of_dim[dim] = max(0, evaluate(dim, sizes))
                 except (UnsupportedError, ZeroDivisionError):
-                    known[dim] = 0
-            found *= known[dim]
-        return found if found < _LARGEST else 0
+                    size_of_dim[dim] = 0
+            total *= size_of_dim[dim]
+        return total if total < _LARGEST else 0
 
 
 def _dims(symbolic: Symbolic, name: str) -> Sequence[Int]:

@@ -52,7 +52,7 @@ class ModelInputs:
         maker: draws inputs.
         cases: sets of inputs, those most likely to expose errors first; long ones have at most so many tokens.
         may_carry_nan: whether NaN of queries without a key may spread further in the original than in the result.
-        given: sets of inputs of the user's, which come first.
+        user_feeds: sets of inputs of the user's, which come first.
         shapes: the least and the largest size in use of dimensions, by name.
         rows: which rows of outputs are defined; None: all but those of padding masks.
         original: standard nodes that compute the original, of whose nodes the CPU provider has no kernel; None: it has them.
@@ -63,7 +63,7 @@ class ModelInputs:
     maker: InputMaker
     cases: Callable[[float], list[Case]]
     may_carry_nan: bool = False
-    given: tuple[GivenFeed, ...] = ()
+    user_feeds: tuple[GivenFeed, ...] = ()
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rows: OutputRows | None = None
     original: onnx.ModelProto | None = None
@@ -83,23 +83,23 @@ class ModelInputs:
         Args:
             tokens: how many a set may have.
         """
-        given = [self._describe_given(feed) for feed in self.given]
-        if given and not self._can_draw():
-            return given
+        user_cases = [self._describe_given(feed) for feed in self.user_feeds]
+        if user_cases and not self._can_draw():
+            return user_cases
         sized = [self.maker.dimensions.fit(self._limit_sizes(case)) for case in self.cases(tokens)]
         drawn = [self._limit_rows(case, tokens) for case in sized]
-        return [*given, *self._drop_repetitions(drawn)]
+        return [*user_cases, *self._drop_repetitions(drawn)]
 
     def _drop_repetitions(self, cases: Sequence[Case]) -> list[Case]:
         """One case of each kind of inputs: where all sizes are fixed, lengths and padding may change nothing."""
         maker = self.maker
         is_padded = any(v.type.tensor_type.elem_type not in _FLOATS for v in maker.inputs)
         is_padded = is_padded or bool(maker.pads or maker.switches)
-        found: dict[object, Case] = {}
+        case_by_kind: dict[object, Case] = {}
         for case in cases:
             kind = tuple(sorted(maker.sizes(case).items())), case.counts, case.padding if is_padded else None
-            found.setdefault(kind, case)
-        return list(found.values())
+            case_by_kind.setdefault(kind, case)
+        return list(case_by_kind.values())
 
     def _can_draw(self) -> bool:
         return all(self.symbolic.shape(value.name) is not None for value in self.maker.inputs)
@@ -150,7 +150,7 @@ class ModelInputs:
         is_padded = bool(self.maker.counts) or any(np.ptp(feed.arrays[n]) for n in masks if feed.arrays[n].size)
         padding = Padding.RIGHT if is_padded else Padding.NONE
         return Case(
-            max(batches, default=1), max(lengths, default=1), padding, tuple(sizes.items()), given=feed.label
+            max(batches, default=1), max(lengths, default=1), padding, tuple(sizes.items()), source=feed.label
         )  # fmt: skip
 
     def name_sizes(self, case: Case, feed: Mapping[str, np.ndarray] | None = None) -> Case:
@@ -175,9 +175,9 @@ class ModelInputs:
 
     def draw(self, cases: Sequence[Case]) -> list[dict[str, np.ndarray]]:
         """The inputs of each case, the same at each call."""
-        given = {feed.label: feed.arrays for feed in self.given}
+        arrays_by_label = {feed.label: feed.arrays for feed in self.user_feeds}
         return [
-            dict(given[c.given]) if c.given else self.maker.draw(c, np.random.default_rng(i))
+            dict(arrays_by_label[c.source]) if c.source else self.maker.draw(c, np.random.default_rng(i))
             for i, c in enumerate(cases)
         ]
 
@@ -190,15 +190,15 @@ class ModelInputs:
             case: the sizes of the inputs.
             feed: the inputs.
         """
-        return not case.given and self._narrower.narrow(model, message, case, feed)
+        return not case.source and self._narrower.narrow(model, message, case, feed)
 
     def shorten(self, case: Case) -> bool:
         """Draws shorter inputs from now on where slices went beyond their tables; False where none does."""
-        return not case.given and self.maker.dimensions.fit_slices(case)
+        return not case.source and self.maker.dimensions.fit_slices(case)
 
     def restate(self, case: Case) -> Case:
         """The case that names the sizes which failed runs have changed."""
-        if case.given:
+        if case.source:
             return case
         case = self.maker.dimensions.fit(case)
         sizes, changed = self.maker.sizes(case), self.maker.dimensions.changed_names
@@ -231,8 +231,8 @@ class ModelInputs:
         masks = [name for name in sorted(self.maker.pads) if name in feed and feed[name].ndim == 2]
         if not masks:
             return None
-        found = [(feed[n] == 0) != (n in self.maker.forbidding) for n in masks]
-        return np.logical_and.reduce(found) if len({x.shape for x in found}) == 1 else None
+        padded = [(feed[n] == 0) != (n in self.maker.forbidding) for n in masks]
+        return np.logical_and.reduce(padded) if len({x.shape for x in padded}) == 1 else None
 
     def cache_rows(self, output: str, feed: Mapping[str, np.ndarray], shape: Sequence[int]) -> np.ndarray | None:
         """Which rows [B, rows] of an output [B, heads, rows, size] hold keys; None where it is no KV cache."""

@@ -129,13 +129,13 @@ def time_models(
     try:
         first = file_session(original.absolute(), library=False, seconds=_LOAD_SECONDS)
         second = file_session(optimized.absolute(), library=True, seconds=_LOAD_SECONDS)
-        found = _Run(first, second, inputs, shapes, limits).time_lengths(cases)
+        times = _Run(first, second, inputs, shapes, limits).time_lengths(cases)
         del first, second
     except TimeoutError:
         raise NotTimedError(f"a session takes more than {_LOAD_SECONDS:.0f} s to load") from None
     finally:
         release_sessions()
-    return found
+    return times
 
 
 class _Run:
@@ -157,35 +157,35 @@ class _Run:
 
         The shortest length comes first: its time tells whether there is enough for a longer one.
         """
-        found: list[ModelTimes] = []
+        measured: list[ModelTimes] = []
         for i, timed in enumerate(cases):
             is_last = i == len(cases) - 1
             # The longest length gets what is left but for the token's part, the others less than an equal part.
             share = 2 / 3 if is_last else 1 / (len(cases) - i + 2)
-            if found and not self._has_time_for(timed, found):
+            if measured and not self._has_time_for(timed, measured):
                 words = self._describe(self._draw(timed.case))
                 self.left_out.append(f"{words}: longer than the {self.limits.seconds:.0f} s of --time")
             elif (times := self._time(timed.case, timed.keys, share)) is not None:
-                found.append(times)
+                measured.append(times)
             if not self.first.is_alive:  # its process was ended at the limit
                 break
-        found += self._time_between(cases, found)
-        if not found:
+        measured += self._time_between(cases, measured)
+        if not measured:
             raise NotTimedError("; ".join(self.left_out))
-        reached = found[-1]
+        reached = measured[-1]
         case = self.inputs.maker.token_case(reached.length if reached.length > 1 else cases[-1].length)
         # Behind as many keys as the longest prompt has.
         token = None if case is None or not self.first.is_alive else self._time(case, reached.length, 1.0)
-        return replace(reached, token=token, shorter=tuple(found[:-1]), left_out=tuple(self.left_out))
+        return replace(reached, token=token, shorter=tuple(measured[:-1]), left_out=tuple(self.left_out))
 
-    def _time_between(self, cases: Sequence[TimedCase], found: Sequence[ModelTimes]) -> list[ModelTimes]:
+    def _time_between(self, cases: Sequence[TimedCase], measured: Sequence[ModelTimes]) -> list[ModelTimes]:
         """The times at half the longest length, or at half of that: stored positions may end before the longest one."""
         if not self.left_out or not self.first.is_alive:
             return []
         count, length = len(self.left_out), cases[-1].length // 2
         while length >= LENGTHS[-1]:
             timed = case_of(self.inputs.maker, self.shapes, length)
-            if found and (timed.keys <= found[-1].length or not self._has_time_for(timed, found)):
+            if measured and (timed.keys <= measured[-1].length or not self._has_time_for(timed, measured)):
                 break
             times = self._time(timed.case, timed.keys, 2 / 3)
             del self.left_out[count:]  # the longest one says why

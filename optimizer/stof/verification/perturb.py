@@ -47,7 +47,7 @@ def perturb(model: onnx.ModelProto, tensors: Mapping[str, Noisy], seed: int) -> 
 def _make_noise_nodes(
     names: Iterable[str], tensors: Mapping[str, Noisy], rng: np.random.Generator
 ) -> list[onnx.NodeProto]:
-    found = []
+    nodes = []
     for name in names:
         noisy = tensors[name]
         # Added, not multiplied: what is rounded to a scale of its own does not change when all of it is scaled.
@@ -56,6 +56,6 @@ def _make_noise_nodes(
         numbers = numbers.reshape(-1, *([1] * noisy.axes_behind))
         value = numpy_helper.from_array(numbers.astype(helper.tensor_dtype_to_np_dtype(noisy.dtype)))
         constant = f"{name}/stof_noise"
-        found.append(helper.make_node("Constant", [], [constant], value=value))
-        found.append(helper.make_node(op, [f"{name}/stof_exact", constant], [name]))
-    return found
+        nodes.append(helper.make_node("Constant", [], [constant], value=value))
+        nodes.append(helper.make_node(op, [f"{name}/stof_exact", constant], [name]))
+    return nodes

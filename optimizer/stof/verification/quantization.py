@@ -29,11 +29,11 @@ def _quantizes_input(node: onnx.NodeProto) -> bool:
 def quantizer_noise(model: onnx.ModelProto, symbolic: Symbolic) -> dict[str, Noisy]:
     """Noise in the last places of what the main graph computes and then quantizes, by the tensor's name."""
     computed = {o for n in model.graph.node for o in n.output}
-    found = {}
+    noise_by_name = {}
     for node in find_quantizers(model):
         name = node.input[0]
         shape, dtype = symbolic.shape(name), symbolic.dtype(name)
         channels = shape[-1].constant if shape else None
         if name in computed and channels and dtype == onnx.TensorProto.FLOAT:
-            found[name] = Noisy(dtype, channels, 0.0)
-    return found
+            noise_by_name[name] = Noisy(dtype, channels, 0.0)
+    return noise_by_name

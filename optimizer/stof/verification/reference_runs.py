@@ -106,8 +106,8 @@ class _Reference:
         self.models = models
         self.result = result
         self.feeds = models.feeds
-        own = [s.checks for s in verifier.sites if s.checks.working is verifier.inputs.working]
-        self.wanted = list(dict.fromkeys(t for checks in own for t in checks.tensors()))
+        checks_of_model = [s.checks for s in verifier.sites if s.checks.working is verifier.inputs.working]
+        self.wanted = list(dict.fromkeys(t for checks in checks_of_model for t in checks.tensors()))
         self.outputs = verifier.output_names
         self.captured: dict[str, np.ndarray] = {}
         self.captured_case: int | None = None
@@ -135,7 +135,7 @@ class _Reference:
                 continue
             try:
                 self._load(session)
-                has_drawn = any(not self.verifier.cases[r].given for r in plain)
+                has_drawn = any(not self.verifier.cases[r].source for r in plain)
                 plain[i] = self._run_redrawn(i, run, may_redraw=not has_drawn)
             except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
                 if failure is None:
@@ -177,15 +177,15 @@ class _Reference:
         self.result.complete = False
         self.result.skipped.append(SkippedCase(str(self.verifier.inputs.name_sizes(self.verifier.cases[i])), reason))
 
-    def _reserved(self, without: int | None = None) -> float:
+    def _sum_reserved_seconds(self, without: int | None = None) -> float:
         """Seconds that are left for two more runs of the cases that ran, but for one, and for loading the models."""
-        own = sum(seconds for i, seconds in self.seconds.items() if i != without)
-        return (RUNS - 1) * (own + self.load_seconds)
+        run_seconds = sum(seconds for i, seconds in self.seconds.items() if i != without)
+        return (RUNS - 1) * (run_seconds + self.load_seconds)
 
     def _noise_seconds(self) -> float:
         """Seconds for a run of the first case with noise, which tells rounding from faults; 0 where these are not left."""
         first = next(iter(self.seconds.values()), 0.0)
-        return first if time.monotonic() + self._reserved() + first <= self.limits.end else 0.0
+        return first if time.monotonic() + self._sum_reserved_seconds() + first <= self.limits.end else 0.0
 
     def _is_affordable(self, i: int) -> bool:
         case = self.verifier.cases[i]
@@ -195,8 +195,8 @@ class _Reference:
             if case.batch > 1 and time.monotonic() + RUNS * seconds > self.limits.end:
                 self._draw(i, replace(case, batch=1))
                 seconds = self._expected_seconds(self.verifier.cases[i])
-            left = self._end_of_case() - time.monotonic()
-            return not self.seconds or left >= max(min(_LAST_SECONDS, seconds), _AT_LEAST * seconds)
+            seconds_left = self._end_of_case() - time.monotonic()
+            return not self.seconds or seconds_left >= max(min(_LAST_SECONDS, seconds), _AT_LEAST * seconds)
         size = self.verifier.plan.estimate(case).total
         if any(size >= _ALIKE * self.verifier.plan.estimate(self.verifier.cases[n]).total for n in self.ended):
             return False
@@ -213,7 +213,7 @@ class _Reference:
         """The moment at which a run has to be over that begins now."""
         if not self.seconds:
             return self.limits.first_end
-        return self.limits.end_of_case(self._reserved() + self._noise_seconds())
+        return self.limits.end_of_case(self._sum_reserved_seconds() + self._noise_seconds())
 
     def _draw(self, i: int, case: Case) -> None:
         """Puts another case in the place of one."""
@@ -233,8 +233,8 @@ class _Reference:
                 return self._search(i, run) if may_redraw else run(i, self._end_of_case())
             except RuntimeFailure as error:
                 case = self.verifier.cases[i]
-                if case.given:
-                    raise ArgumentError(f"inputs {case.given}: the model does not run on them: {error}") from error
+                if case.source:
+                    raise ArgumentError(f"inputs {case.source}: the model does not run on them: {error}") from error
                 inputs, model = self.verifier.inputs, self.models.reference
                 may_redraw = may_redraw and not self.limits.is_over()
                 is_narrowed = may_redraw and inputs.narrow(model, str(error), case, self.feeds[i])
@@ -248,7 +248,7 @@ class _Reference:
     def _search(self, i: int, run: _RunCase) -> list[np.ndarray]:
         """The outputs of a case, with smaller numbers where those decide how long it takes, and it takes too long."""
         reducer = self.verifier.inputs.reducer
-        if self.verifier.cases[i].given or not reducer.can_reduce:
+        if self.verifier.cases[i].source or not reducer.can_reduce:
             return run(i, self._end_of_case())
         try:
             return run(i, min(self._end_of_case(), self._end_of_trial()))
@@ -267,7 +267,7 @@ class _Reference:
             best: tuple[Mapping[str, float], list[np.ndarray]] | None = None
             for factors in trials:
                 self._reduce(i, factors)
-                until = self.limits.end_of_case(self._reserved(without=i))
+                until = self.limits.end_of_case(self._sum_reserved_seconds(without=i))
                 start = time.monotonic()
                 try:
                     best = factors, run(i, until if best is None else min(until, self._end_of_trial()))
@@ -304,13 +304,13 @@ class _Reference:
         session.get()  # again, where a limit has ended it
         start = time.monotonic()
         if self.captured_case in (None, i) and self.models.probed is self.models.reference:
-            found = self._capture(session, i, until)
+            arrays = self._capture(session, i, until)
         else:
-            found = self._run_with_keys(session, i, until)
+            arrays = self._run_with_keys(session, i, until)
         self.seconds[i] = time.monotonic() - start
         if len(self.seconds) == 1:
-            self.limits.extend(self._reserved() + self.seconds[i])
-        return found
+            self.limits.extend(self._sum_reserved_seconds() + self.seconds[i])
+        return arrays
 
     def _capture(self, session: CaseSession, i: int, until: float) -> list[np.ndarray]:
         """The outputs of a case; the tensors at sites are kept."""

@@ -23,16 +23,16 @@ class RunnablePart:
     """A part of a model.
 
     Attributes:
-        model: computes the tensors that are known.
+        model: computes the tensors ``computed``.
         left_out: the operators of the nodes that do not run here, each with how many there are.
         drawn: the tensors that are inputs in place of outputs of such nodes.
-        known: the tensors that the part computes, of those that were asked for.
+        computed: the tensors that the part computes, of those that were asked for.
     """
 
     model: onnx.ModelProto
     left_out: dict[str, int]
     drawn: tuple[str, ...]
-    known: tuple[str, ...]
+    computed: tuple[str, ...]
 
 
 def find_runnable_part(
@@ -58,7 +58,7 @@ def find_runnable_part(
     left_out = {i for i, node in enumerate(nodes) if set(node.input) & set(without)}
     for _ in range(_MOST_TRIES):
         part = _cut(model, wanted, left_out, dtype)
-        if part is None or not part.known:
+        if part is None or not part.computed:
             return None
         try:
             load(part.model)
@@ -86,10 +86,10 @@ def _cut(
     """The part without some nodes; None where the type of a tensor is not known."""
     graph = model.graph
     writers = producer_indices(graph.node)
-    known = [t for t in wanted if writers.get(t, -1) not in left_out and dtype(t)]
+    computed = [t for t in wanted if writers.get(t, -1) not in left_out and dtype(t)]
     kept: set[int] = set()
     drawn: list[str] = []
-    pending, seen = list(known), set[str]()
+    pending, seen = list(computed), set[str]()
     while pending:
         name = pending.pop()
         if not name or name in seen:
@@ -103,16 +103,16 @@ def _cut(
             pending += [*graph.node[i].input, *captured_tensors(graph.node[i])]
     if not all(map(dtype, drawn)):
         return None
-    found = copy_with_nodes(model, [n for i, n in enumerate(graph.node) if i in kept])
-    for field in (found.graph.input, found.graph.initializer):
+    part = copy_with_nodes(model, [n for i, n in enumerate(graph.node) if i in kept])
+    for field in (part.graph.input, part.graph.initializer):
         remove_named(field, {v.name for v in field} - seen)
-    remove_named(found.graph.value_info, {v.name for v in graph.value_info} - seen | set(drawn))
-    found.graph.input.extend(helper.make_tensor_value_info(n, dtype(n), None) for n in drawn)
-    del found.graph.output[:]
-    found.graph.output.extend(helper.make_tensor_value_info(n, dtype(n), None) for n in known)
+    remove_named(part.graph.value_info, {v.name for v in graph.value_info} - seen | set(drawn))
+    part.graph.input.extend(helper.make_tensor_value_info(n, dtype(n), None) for n in drawn)
+    del part.graph.output[:]
+    part.graph.output.extend(helper.make_tensor_value_info(n, dtype(n), None) for n in computed)
     names: dict[str, int] = {}
     for i in sorted(left_out):
         node = graph.node[i]
         name = f"{node.domain}::{node.op_type}" if domain_of(node) else node.op_type
         names[name] = names.get(name, 0) + 1
-    return RunnablePart(found, names, tuple(drawn), tuple(known))
+    return RunnablePart(part, names, tuple(drawn), tuple(computed))

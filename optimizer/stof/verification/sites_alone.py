@@ -65,15 +65,15 @@ class _SitesAlone:
         every = [s for s in self.verifier.sites if s.checks.sites]
         for sites in every:
             captured = self._capture(sites)
-            found = [] if captured is None else self._compare(sites, captured)
-            if {c.site for c in found} != set(sites.checks.sites):
+            comparisons = [] if captured is None else self._compare(sites, captured)
+            if {c.site for c in comparisons} != set(sites.checks.sites):
                 return False
-            self.result.comparisons.extend(found)
-            if failed := [c for c in found if not c.ok]:
+            self.result.comparisons.extend(comparisons)
+            if failed := [c for c in comparisons if not c.ok]:
                 self.verifier.faults[sites.op] = failed
         if not every:
             return False
-        results = {t: None for s in every for own in s.checks.outputs().values() for t in own}
+        results = {t: None for s in every for names in s.checks.outputs().values() for t in names}
         shapes, ran = self._compare_shapes(results)
         message = "" if self.left_out or self.without else self.message
         self.result.partial = PartialVerification(self.left_out, self.without, shapes, ran, message)
@@ -83,11 +83,11 @@ class _SitesAlone:
     def _compare(self, sites: EmittedSites, captured: Tensors) -> list[Comparison]:
         checks = sites.checks
         inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self.models.run_subgraph)
-        found = []
+        comparisons = []
         for comparison in chain(checks.compare(sites.emitted, captured), inside):
-            found.append(comparison)
+            comparisons.append(comparison)
             self.verifier.limits.check_time()
-        return found
+        return comparisons
 
     def _capture(self, sites: EmittedSites) -> dict[str, np.ndarray] | None:
         """The tensors at the sites of an op, as far as they can be had; None where nothing runs."""
@@ -108,14 +108,14 @@ class _SitesAlone:
             if drawn is None:
                 return None
             try:
-                found = self._run(part, {**feed, **drawn})
+                computed = self._run(part, {**feed, **drawn})
             except RuntimeFailure as error:
                 if not self._redraw(part.model, str(error)):
                     raise
                 continue
             # What stands for a result of a site's own nodes is no evidence.
-            results = {t for own in checks.outputs().values() for t in own}
-            return {**feed, **{n: x for n, x in drawn.items() if n not in results}, **found}
+            results = {t for names in checks.outputs().values() for t in names}
+            return {**feed, **{n: x for n, x in drawn.items() if n not in results}, **computed}
         return None
 
     def _load(self, model: onnx.ModelProto) -> VerifiedSession:
@@ -127,7 +127,7 @@ class _SitesAlone:
         """Numbers for the outputs of nodes that do not run; None where one is no float, or of a shape that is not known."""
         sizes = self.verifier.inputs.maker.sizes(self.verifier.cases[0])
         rng = np.random.default_rng(attempt)
-        found = {}
+        arrays = {}
         for name in part.drawn:
             shape = symbolic.shape(name)
             if shape is None or dtype_kind(dtype(name)) != "f":
@@ -135,14 +135,16 @@ class _SitesAlone:
             dims = [n for d in shape if (n := evaluate_or_none(d, sizes)) is not None and n >= 0]
             if len(dims) != len(shape) or math.prod(dims) > _MOST_DRAWN:
                 return None
-            found[name] = rng.standard_normal(dims).astype(helper.tensor_dtype_to_np_dtype(dtype(name)))
-        return found
+            arrays[name] = rng.standard_normal(dims).astype(helper.tensor_dtype_to_np_dtype(dtype(name)))
+        return arrays
 
     def _run(self, part: RunnablePart, feed: Tensors) -> dict[str, np.ndarray]:
         inputs = {i.name for i in part.model.graph.input}
-        given = {n: x for n, x in feed.items() if n in inputs}
-        names = list(part.known)
-        return dict(zip(names, self._load(part.model).run(names, given, self.verifier.limits.first_end), strict=True))
+        model_feed = {n: x for n, x in feed.items() if n in inputs}
+        names = list(part.computed)
+        return dict(
+            zip(names, self._load(part.model).run(names, model_feed, self.verifier.limits.first_end), strict=True)
+        )
 
     def _redraw(self, model: onnx.ModelProto, message: str) -> bool:
         """Draws the inputs otherwise, going by a refusal; False where nothing else is known to try."""
@@ -162,13 +164,13 @@ class _SitesAlone:
             How many tensors were compared, and whether the optimized model ran for that.
         """
         original, outputs = self.verifier.inputs.symbolic, self.verifier.output_names
-        found = self._run_final(outputs)
-        if found is not None:
+        arrays = self._run_final(outputs)
+        if arrays is not None:
             sizes = self.verifier.inputs.maker.sizes(self.verifier.cases[0])
-            for name, array in found.items():
+            for name, array in arrays.items():
                 dims = None if (shape := original.shape(name)) is None or name in results else _evaluate(shape, sizes)
                 self._compare_shape(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, dims)
-            return len(found), True
+            return len(arrays), True
         final = Symbolic(self.models.final)
         names = [n for n in dict.fromkeys([*outputs, *results]) if final.dtype(n) and self.models.dtype(n)]
         for name in names:

@@ -56,7 +56,7 @@ class _Core:
         self.nodes = {n.output[0]: n for n in model.graph.node if n.output and n.output[0] in chosen}
         self.made: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
-        self.known: dict[tuple[str, int], str] = {}
+        self.slices: dict[tuple[str, int], str] = {}
         self.rows = self.step = 0
         self.output = ""
 
@@ -79,10 +79,10 @@ class _Core:
             parts = [self._slice(output, i) for i in range(-(-self.rows // self.step))]
         except _CannotSlice:
             return False
-        place = next(i for i, n in enumerate(self.graph.node) if n.output and n.output[0] == output)
+        index = next(i for i, n in enumerate(self.graph.node) if n.output and n.output[0] == output)
         joined = helper.make_node("Concat", parts, [output], axis=len(self._shape(output)) - 2)
         nodes = list(self.graph.node)
-        kept = [*nodes[:place], *self.made, joined, *nodes[place + 1 :]]
+        kept = [*nodes[:index], *self.made, joined, *nodes[index + 1 :]]
         del self.graph.node[:]
         self.graph.node.extend(self._without_unread(kept))
         self.graph.initializer.extend(self.constants)
@@ -103,10 +103,10 @@ class _Core:
         while True:
             read = {name for n in nodes for name in n.input} | outputs
             read |= {name for n in nodes for a in n.attribute for g in (a.g, *a.graphs) for name in _reads(g)}
-            left = [n for n in nodes if not (n.output and n.output[0] in self.nodes and not read & set(n.output))]
-            if len(left) == len(nodes):
-                return left
-            nodes = left
+            kept = [n for n in nodes if not (n.output and n.output[0] in self.nodes and not read & set(n.output))]
+            if len(kept) == len(nodes):
+                return kept
+            nodes = kept
 
     def _shape(self, tensor: str) -> Sequence[int | None]:
         shape = self.symbolic.shape(tensor)
@@ -121,9 +121,9 @@ class _Core:
             return tensor
         if shape[-2] != self.rows:
             raise _CannotSlice
-        if (tensor, i) not in self.known:
-            self.known[tensor, i] = self._make(tensor, i, len(shape))
-        return self.known[tensor, i]
+        if (tensor, i) not in self.slices:
+            self.slices[tensor, i] = self._make(tensor, i, len(shape))
+        return self.slices[tensor, i]
 
     def _make(self, tensor: str, i: int, rank: int) -> str:
         node, name = self.nodes.get(tensor), f"{self.output}/{tensor}/stof_rows_{i}"
@@ -174,5 +174,5 @@ def _last_axis(node: onnx.NodeProto, rank: int) -> bool:
 
 
 def _reads(graph: onnx.GraphProto) -> set[str]:
-    found = {name for n in graph.node for name in n.input}
-    return found.union(*(_reads(g) for n in graph.node for a in n.attribute for g in (a.g, *a.graphs)))
+    names = {name for n in graph.node for name in n.input}
+    return names.union(*(_reads(g) for n in graph.node for a in n.attribute for g in (a.g, *a.graphs)))

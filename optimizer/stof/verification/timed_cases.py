@@ -60,13 +60,13 @@ def choose_cases(maker: InputMaker, shapes: Shapes, weights: int, seconds: float
     for length in LENGTHS:
         last = case_of(maker, shapes, length)
         shorter = [case_of(maker, shapes, _common_length(maker, shapes, length) // part) for part in _PARTS]
-        found = _drop_repetitions(maker, [*(c for c in shorter if least <= c.keys < last.keys), last])
-        cost = sum(c.keys for c in found) * _rows(maker, last.case)
+        cases = _drop_repetitions(maker, [*(c for c in shorter if least <= c.keys < last.keys), last])
+        cost = sum(c.keys for c in cases) * _rows(maker, last.case)
         if cost > tokens and length != LENGTHS[-1]:
             continue
         memory = _COPIES * weights + _SCORES * 4 * _score_elements(maker, last.case)
         if memory <= (free_memory() or 1 << 62) // 2:  # 0: nothing tells
-            return found if cost <= tokens else found[-1:]
+            return cases if cost <= tokens else cases[-1:]
     raise NotTimedError(f"two sessions need about {memory >> 20} MiB, more than half of the memory that is free")
 
 
@@ -78,7 +78,7 @@ def case_of(maker: InputMaker, shapes: Shapes, length: int) -> TimedCase:
     stated = {n: size for n, size in limited.items() if size != length}
     stated |= {n: high for n, (_, high) in shapes.items() if n in batches}
     case = replace(prompt, other=tuple({**dict(prompt.other), **stated}.items()))
-    return TimedCase(case, _longest_keys(maker, case), length)
+    return TimedCase(case, _find_longest_keys(maker, case), length)
 
 
 def _common_length(maker: InputMaker, shapes: Shapes, length: int) -> int:
@@ -99,20 +99,20 @@ def _rows(maker: InputMaker, case: Case) -> int:
     return max([case.batch, *(sizes[n] for n in maker.dimensions.batch_names if n in sizes)])
 
 
-def _longest_keys(maker: InputMaker, case: Case) -> int:
+def _find_longest_keys(maker: InputMaker, case: Case) -> int:
     """The number of keys of the longest attention; the longest named dimension where none is known, or 0."""
-    if found := _evaluated(maker, case, lambda dims: dims[-1]):
-        return max(found)
+    if lengths := _evaluate_scores(maker, case, lambda dims: dims[-1]):
+        return max(lengths)
     names = maker.sizes(case).items()
     return max((size for name, size in names if name not in maker.dimensions.batch_names), default=0)
 
 
 def _score_elements(maker: InputMaker, case: Case) -> int:
     """Elements of the largest scores at a case; 0 where they are not known."""
-    return max(_evaluated(maker, case, math.prod), default=0)
+    return max(_evaluate_scores(maker, case, math.prod), default=0)
 
 
-def _evaluated(maker: InputMaker, case: Case, of_shape: Callable[[list[int]], int]) -> list[int]:
+def _evaluate_scores(maker: InputMaker, case: Case, of_shape: Callable[[list[int]], int]) -> list[int]:
     """What is computed from the shape of each scores at a case; none of shapes that are not known."""
     sizes = maker.sizes(case)
     shapes = ([evaluate_or_none(d, sizes) for d in shape] for shape in maker.dimensions.scores)

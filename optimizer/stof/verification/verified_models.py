@@ -92,16 +92,16 @@ class VerifiedModels:
 
     def site_noise(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
         """What ops and the nodes that they replace may differ by at the sites' outputs, by tensor."""
-        found: dict[str, Noisy] = {}
+        noise: dict[str, Noisy] = {}
         for sites in self._verifier.sites:
-            found |= sites.checks.rounding_errors(captured)
-        return {name: self.widen_noise(noisy) for name, noisy in found.items()}
+            noise |= sites.checks.rounding_errors(captured)
+        return {name: self.widen_noise(noisy) for name, noisy in noise.items()}
 
     def quantizer_noise(self) -> dict[str, Noisy]:
         """Noise in the last places of what is quantized, by tensor."""
         inputs = self._verifier.inputs
-        found = quantizer_noise(inputs.working, inputs.symbolic)
-        return {name: self.widen_noise(noisy) for name, noisy in found.items()}
+        noise = quantizer_noise(inputs.working, inputs.symbolic)
+        return {name: self.widen_noise(noisy) for name, noisy in noise.items()}
 
     def dtype(self, tensor: str, symbolic: Symbolic | None = None) -> int:
         """A tensor's element type in the models that are run; by default a tensor of the working copy."""
@@ -112,21 +112,21 @@ class VerifiedModels:
         self, model: onnx.ModelProto, tensors: Sequence[str], symbolic: Symbolic | None = None
     ) -> onnx.ModelProto:
         """A copy of a model that also gives tensors of known types."""
-        found = onnx.ModelProto()
-        found.CopyFrom(model)
-        declared = {o.name for o in found.graph.output}
+        extended = onnx.ModelProto()
+        extended.CopyFrom(model)
+        declared = {o.name for o in extended.graph.output}
         for name in tensors:
             if name not in declared and (dtype := self.dtype(name, symbolic)):
-                found.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
-        return found
+                extended.graph.output.append(helper.make_tensor_value_info(name, dtype, None))
+        return extended
 
     def run_subgraph(
         self, model: onnx.ModelProto, wanted: Sequence[str], feed: Mapping[str, np.ndarray]
     ) -> Mapping[str, np.ndarray]:
         """Runs a subgraph as a model of its own; gives some of its tensors, and the inputs as it got them."""
-        given = self.widen_feed(feed)
+        widened = self.widen_feed(feed)
         session = self.sessions.make(self.twin(model), optimized=False, library=False)
-        return {**given, **dict(zip(wanted, session.run(list(wanted), given), strict=True))}
+        return {**widened, **dict(zip(wanted, session.run(list(wanted), widened), strict=True))}
 
     def original_session(self) -> VerifiedSession:
         """The original with graph optimizations."""
@@ -155,13 +155,13 @@ class VerifiedModels:
 
     def _half_constants(self) -> dict[str, np.ndarray]:
         inputs = self._verifier.inputs
-        found = {}
+        constants = {}
         for node in inputs.working.graph.node:
             for name in node.output:
                 array = inputs.symbolic.constant(name) if inputs.symbolic.dtype(name) in HALF else None
                 if array is not None and array.size <= 16:
-                    found[name] = array
-        return found
+                    constants[name] = array
+        return constants
 
     def compare_unwidened(self, case: Case, until: float) -> list[Comparison]:
         """Whether a model that is compared widened runs in its own types where the original does, without comparing numbers.
@@ -191,7 +191,7 @@ class VerifiedModels:
 
     def _run_otherwise(self, result: Verification) -> None:
         """Makes a reference that runs of an original that does not: on batches of one row, or with fused nodes expanded."""
-        single = [c if c.given else replace(c, batch=1, counts=Counts.USUAL) for c in self._verifier.cases]
+        single = [c if c.source else replace(c, batch=1, counts=Counts.USUAL) for c in self._verifier.cases]
         alone = [self.widen_feed(f) for f in self._verifier.inputs.draw(single)]
         if self._runs(self.reference, alone[0]):  # some fused nodes take a past with one row only
             self._verifier.cases, self.feeds = single, alone

@@ -59,7 +59,7 @@ class OriginalFailureError(RuntimeFailure):
     """The original does not run here, and its sites cannot be compared by themselves: nothing can be verified."""
 
 
-def _affordable(model: onnx.ModelProto, seconds: float) -> float:
+def _count_affordable_tokens(model: onnx.ModelProto, seconds: float) -> float:
     """How many tokens a model can be given in a third of the time, one of three runs of each case, at a slow machine's rate."""
     weights = sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer)
     return seconds / 3 * _FLOPS / (2 * max(1, weights))
@@ -74,7 +74,7 @@ class Verifier:
         limits: of time and memory.
         searches: whether to search for the sites that make outputs differ where no site does by itself.
         typed_attributes: of the operators that may be in the models.
-        given: sets of inputs of the user's.
+        user_feeds: sets of inputs of the user's.
         shapes: the least and the largest size in use of dimensions, by name.
         is_from_file: the original is what its file holds; else it was changed since, and runs from memory.
 
@@ -97,7 +97,7 @@ class Verifier:
         limits: RunLimits,
         searches: bool = True,
         typed_attributes: TypedAttributes | None = None,
-        given: Sequence[GivenFeed] = (),
+        user_feeds: Sequence[GivenFeed] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
         is_from_file: bool = True,
     ) -> None:
@@ -108,12 +108,12 @@ class Verifier:
         self.searches = searches
         self.typed_attributes = typed_attributes or {}
         limits.check_time()  # what is prepared counts: graphs may be large
-        known = (s.checks.model_inputs() for s in sites)
-        drawn = next((i for i in known if i is not None), None) or default_inputs(original)
-        self.inputs = replace(drawn, given=tuple(given), shapes=shapes or {})
+        inputs_of_ops = (s.checks.model_inputs() for s in sites)
+        drawn = next((i for i in inputs_of_ops if i is not None), None) or default_inputs(original)
+        self.inputs = replace(drawn, user_feeds=tuple(user_feeds), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
         limits.check_time()
-        wanted = self.inputs.select_cases(_affordable(original, limits.budget))
+        wanted = self.inputs.select_cases(_count_affordable_tokens(original, limits.budget))
         limits.check_time()
         self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
         self.cases, self.skipped = self.plan.select(wanted)
@@ -130,8 +130,8 @@ class Verifier:
 
     def _slice(self, wanted: Sequence[Case]) -> onnx.ModelProto | None:
         """The original with attention on slices of its queries, where more of the wanted cases fit then."""
-        own = [s.checks for s in self.sites if s.checks.working is self.original is self.inputs.working]
-        cores = [core for checks in own for core in checks.cores()]
+        checks_of_original = [s.checks for s in self.sites if s.checks.working is self.original is self.inputs.working]
+        cores = [core for checks in checks_of_original for core in checks.cores()]
         sliced = slice_attention(self.original, cores, self.inputs.symbolic) if cores else None
         plan = None if sliced is None else CasePlan(self.inputs, self.limits, sliced)
         if plan is None or plan.rows(wanted) <= self.plan.rows(wanted):
@@ -261,9 +261,9 @@ class _Run:
         self.result.comparisons.extend(c for comparisons in by_case for c in comparisons)
         self.result.comparisons.extend(find_undefined_outputs(by_case, self._output_names()))
         self.result.cases = [str(self._case(i)) for i in sorted(self.compared)]
-        left = [str(self._case(i)) for i in range(len(self.legal)) if i not in self.compared]
-        self.result.skipped.extend(SkippedCase(case, "time") for case in left)
-        self.result.complete = self.result.complete and not left
+        remaining = [str(self._case(i)) for i in range(len(self.legal)) if i not in self.compared]
+        self.result.skipped.extend(SkippedCase(case, "time") for case in remaining)
+        self.result.complete = self.result.complete and not remaining
 
     def explain_limit(self, error: LimitReached) -> str:
         """The message for a limit before any outputs were compared, behind runs of the original: that one is not endless."""
@@ -290,16 +290,16 @@ class _Run:
         for sites in self.verifier.sites:
             checks = sites.checks
             try:
-                found = self._compare_sites_of(sites, end)
+                comparisons = self._compare_sites_of(sites, end)
             except LimitReached:
-                found = []
+                comparisons = []
             # Sites without a comparison of their own are left to the outputs.
             if time.monotonic() >= end:
-                left = len(set(checks.sites) - {c.site for c in found})
-                self.result.sites_left += left
-                self.result.complete = self.result.complete and not left
-            self.result.comparisons.extend(found)
-            if failed := [c for c in found if not c.ok]:
+                remaining = len(set(checks.sites) - {c.site for c in comparisons})
+                self.result.sites_left += remaining
+                self.result.complete = self.result.complete and not remaining
+            self.result.comparisons.extend(comparisons)
+            if failed := [c for c in comparisons if not c.ok]:
                 self.verifier.faults[sites.op] = failed
 
     def _compare_sites_of(self, sites: EmittedSites, end: float) -> list[Comparison]:
@@ -307,17 +307,17 @@ class _Run:
         captured = self.reference.captured
         if checks.working is not self.verifier.inputs.working:
             captured = self._capture(sites, end)
-        found: list[Comparison] = []
+        comparisons: list[Comparison] = []
         if not captured:
             self.result.sites_left += len(checks.sites)
             self.result.complete = False
-            return found
+            return comparisons
         inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self.models.run_subgraph)
         for comparison in chain(checks.compare(sites.emitted, captured), inside):
-            found.append(comparison)
+            comparisons.append(comparison)
             if time.monotonic() >= end:
                 break
-        return found
+        return comparisons
 
     def compare_types(self) -> None:
         """Runs models that are compared widened in their own types, too, as far as there is time."""
@@ -402,17 +402,17 @@ class _Run:
         limit: LimitReached | None = None
         for i in [i for i in self._order() if i in set(cases) and self.legal[i]]:
             try:
-                if (found := self.wrong_outputs.pop(i, None)) is None:
+                if (arrays := self.wrong_outputs.pop(i, None)) is None:
                     until = self.limits.end - self._noise_seconds(i)
                     if self.compared and time.monotonic() >= until:
                         continue
-                    found = session.run(None, self.reference.feeds[i], until)
-                self.compared[i] = self._compare_case(i, found)
+                    arrays = session.run(None, self.reference.feeds[i], until)
+                self.compared[i] = self._compare_case(i, arrays)
             except LimitReached as error:
                 limit = limit or error
                 continue
             if not all(c.ok for c in self.compared[i]):
-                self.wrong_outputs[i] = found
+                self.wrong_outputs[i] = arrays
         if limit is not None and not self.compared:
             raise limit
         return [i for i in sorted(self.compared) if not all(c.ok for c in self.compared[i])]
@@ -435,14 +435,14 @@ class _Run:
         def fails(sites: EmittedSites, some: Sequence[str]) -> bool:
             model = self.models.twin(sites.checks.emit(some))
             session = CaseSession(lambda: self.models.sessions.make(model, optimized=True, library=True))
-            found = session.run(None, self.reference.feeds[wrong])
-            return not all(c.ok for c in self._compare_case(wrong, found))
+            arrays = session.run(None, self.reference.feeds[wrong])
+            return not all(c.ok for c in self._compare_case(wrong, arrays))
 
         first, *others = [s for s in self.verifier.sites if s.checks.sites]
         suspected = next((s for s in reversed(others) if not fails(s, ())), first)
         self.verifier.suspected = suspected.op
-        found, self.result.suspects_suffice = find_suspects(suspected.checks.sites, partial(fails, suspected))
-        self.result.suspects = tuple(found)
+        suspects, self.result.suspects_suffice = find_suspects(suspected.checks.sites, partial(fails, suspected))
+        self.result.suspects = tuple(suspects)
 
     def _order(self) -> list[int]:
         """The cases that ran: the first and the last one before the others, for which there may be no time."""
@@ -459,11 +459,11 @@ class _Run:
     def _output_names(self) -> list[str]:
         return self.verifier.output_names
 
-    def _compare_case(self, i: int, found: Sequence[np.ndarray]) -> list[Comparison]:
+    def _compare_case(self, i: int, arrays: Sequence[np.ndarray]) -> list[Comparison]:
         """The comparisons of the outputs of the optimized model in a case."""
         names, runs = self._output_names(), self.reference
-        own = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
-        tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), found, own, strict=True)
+        expanded = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
+        tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), arrays, expanded, strict=True)
         inputs, feed, is_faulty = self.verifier.inputs, runs.feeds[i], bool(self.result.faulty_sites())
         return [
             compare_output(inputs, self._case(i), feed, self.models.floor, *t, has_faults=is_faulty) for t in tensors

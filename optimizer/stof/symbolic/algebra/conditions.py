@@ -69,8 +69,8 @@ def equal(left: Int, right: Int) -> Cond:
     difference = _reduce(difference)
     if bound(difference, upper=False) > 0 or bound(difference, upper=True) < 0:
         return FALSE
-    if (found := decide(difference, lambda x: equal(x, integer(0)))) is not None:
-        return found
+    if (decided := decide(difference, lambda x: equal(x, integer(0)))) is not None:
+        return decided
     if len(difference.terms) == 1 and len(factors := difference.terms[0][0]) > 1:
         return any_of(equal(Int((((a,), 1),)), integer(0)) for a in set(factors))
     first = next(c for m, c in difference.terms if m != ())
@@ -203,8 +203,8 @@ def condition_of(value: Int) -> Cond | None:
     """A condition on which an integer depends; None where there is none."""
     for monomial, _ in value.terms:
         for atom in monomial:
-            if (found := _first_condition(atom)) is not None:
-                return found
+            if (condition := _first_condition(atom)) is not None:
+                return condition
     return None
 
 
@@ -225,9 +225,9 @@ def _assume_atom(atom: Atom, cond: Cond, holds: bool) -> Int:
     if _first_condition(atom) is None:
         return Int((((atom,), 1),))
     if atom.kind in ("bool", "select"):
-        own = atom.args[0]
-        assert isinstance(own, Cond)
-        truth = holds if own == cond else not holds if own == negate(cond) else None
+        atom_cond = atom.args[0]
+        assert isinstance(atom_cond, Cond)
+        truth = holds if atom_cond == cond else not holds if atom_cond == negate(cond) else None
         yes, no = atom.args[1:] if atom.kind == "select" else (integer(1), integer(0))
         assert isinstance(yes, Int)
         assert isinstance(no, Int)
@@ -235,7 +235,7 @@ def _assume_atom(atom: Atom, cond: Cond, holds: bool) -> Int:
             return assume(yes if truth else no, cond, holds)
         if atom.kind == "bool":
             return Int((((atom,), 1),))
-        return of_atom("select", own, assume(yes, cond, holds), assume(no, cond, holds))
+        return of_atom("select", atom_cond, assume(yes, cond, holds), assume(no, cond, holds))
     args = tuple(_assume_arg(a, cond, holds) for a in atom.args)
     return rebuild(atom.kind, args)
 

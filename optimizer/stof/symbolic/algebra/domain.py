@@ -24,10 +24,10 @@ class Domain:
 
     def simplify(self, cond: Cond) -> Cond:
         """An equal condition for indices within their limits."""
-        found = self.memo.get(cond)
-        if found is None:
-            found = self.memo[cond] = self._simplify(cond)
-        return found
+        simplified = self.memo.get(cond)
+        if simplified is None:
+            simplified = self.memo[cond] = self._simplify(cond)
+        return simplified
 
     def _simplify(self, cond: Cond) -> Cond:
         if cond.kind in ("and", "or"):
@@ -117,9 +117,9 @@ class Domain:
             return self._divide(str(args[0]), value, divisor)
         if atom.kind in ("bool", "select") and args[0] in (TRUE, FALSE):
             yes, no = args[1:] if atom.kind == "select" else (integer(1), ZERO)
-            found = yes if args[0] == TRUE else no
-            assert isinstance(found, Int)
-            return found
+            branch = yes if args[0] == TRUE else no
+            assert isinstance(branch, Int)
+            return branch
         if atom.kind in ("min", "max", "abs"):
             return self._order_extreme(atom.kind, args)
         if atom.kind in ("div", "mod"):

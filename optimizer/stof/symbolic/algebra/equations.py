@@ -40,24 +40,24 @@ def reduce_equation(one: Int, other: Int) -> Equation:
     return left.divide(factor) or left, right.divide(factor) or right
 
 
-def substitute(size: Int, known: Mapping[str, Int]) -> Int:
+def substitute(size: Int, replacements: Mapping[str, Int]) -> Int:
     """A size with other sizes in place of dimensions, also inside of quotients and the like."""
-    if not known:
+    if not replacements:
         return size
     total = integer(0)
     for monomial, coefficient in size.terms:
         product = integer(coefficient)
         for atom in monomial:
-            product = product * _substitute_atom(atom, known)
+            product = product * _substitute_atom(atom, replacements)
         total = total + product
     return total
 
 
-def _substitute_atom(atom: Atom, known: Mapping[str, Int]) -> Int:
+def _substitute_atom(atom: Atom, replacements: Mapping[str, Int]) -> Int:
     if atom.kind == "size":
-        found = known.get(str(atom.args[0]))
-        return Int((((atom,), 1),)) if found is None else found
-    arguments = tuple(substitute(a, known) if isinstance(a, Int) else a for a in atom.args)
+        replacement = replacements.get(str(atom.args[0]))
+        return Int((((atom,), 1),)) if replacement is None else replacement
+    arguments = tuple(substitute(a, replacements) if isinstance(a, Int) else a for a in atom.args)
     return Int((((Atom(atom.kind, arguments),), 1),))
 
 
@@ -66,18 +66,18 @@ class SolvedSizes:
     """What equations say about dimensions.
 
     Attributes:
-        known: dimensions that are numbers, or are equal to another dimension.
-        rest: the equations that are left, between dimensions that are not ``known``.
+        values: of dimensions that are numbers, or are equal to another dimension.
+        rest: the equations that remain, between dimensions without ``values``.
     """
 
-    known: Mapping[str, Int]
+    values: Mapping[str, Int]
     rest: tuple[Equation, ...]
 
     def name_of(self, name: str) -> str:
         """The dimension that stands for one and for all that are equal to it; empty for a number."""
-        found = self.known.get(name)
-        atom = None if found is None else found.atom
-        return name if found is None else "" if atom is None else str(atom.args[0])
+        value = self.values.get(name)
+        atom = None if value is None else value.atom
+        return name if value is None else "" if atom is None else str(atom.args[0])
 
 
 def solve_equations(equations: Iterable[Equation], names: Iterable[str]) -> SolvedSizes:
@@ -88,22 +88,22 @@ def solve_equations(equations: Iterable[Equation], names: Iterable[str]) -> Solv
         names: of dimensions, those first that stand for others that are equal to them.
     """
     order = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    known: dict[str, Int] = {}
+    values: dict[str, Int] = {}
     rest = list(dict.fromkeys(equations))
     for _ in range(_MOST_ROUNDS):
-        count, left = len(known), dict[Equation, None]()
+        count, remaining = len(values), dict[Equation, None]()
         for one, other in rest:
-            pair = reduce_equation(substitute(one, known), substitute(other, known))
+            pair = reduce_equation(substitute(one, values), substitute(other, values))
             solved = _solve_one(*pair, order)
             if solved is not None:
                 name, value = solved
-                known = {n: substitute(v, {name: value}) for n, v in known.items()} | {name: value}
+                values = {n: substitute(v, {name: value}) for n, v in values.items()} | {name: value}
             elif pair[0] != pair[1]:
-                left[pair] = None
-        rest = list(left)
-        if len(known) == count:
+                remaining[pair] = None
+        rest = list(remaining)
+        if len(values) == count:
             break
-    return SolvedSizes(known, tuple(rest))
+    return SolvedSizes(values, tuple(rest))
 
 
 def _solve_one(one: Int, other: Int, order: Mapping[str, int]) -> tuple[str, Int] | None:

@@ -77,9 +77,9 @@ def negate_real(x: Scalar) -> Scalar:
 
 def _as_integer(value: Real) -> Int | None:
     if value.kind == "int":
-        found = value.args[0]
-        assert isinstance(found, Int)
-        return found
+        inner = value.args[0]
+        assert isinstance(inner, Int)
+        return inner
     if value.kind == "const":
         number = value.args[0]
         assert isinstance(number, float)
@@ -94,16 +94,16 @@ def _fold_integers(kind: str, left: Real, right: Real) -> Real | None:
         return None
     match kind:
         case "add":
-            found = x + y
+            result = x + y
         case "mul":
-            found = multiply(x, y)
+            result = multiply(x, y)
         case "min" | "max":
-            found = rebuild(kind, (x, y))
+            result = rebuild(kind, (x, y))
         case _:
             return None
-    if any(abs(c) > LONGEST for _, c in found.terms):  # fp32 is exact up to 2^24
+    if any(abs(c) > LONGEST for _, c in result.terms):  # fp32 is exact up to 2^24
         return None
-    return to_real(found)
+    return to_real(result)
 
 
 def floor_quotient(value: Real) -> Scalar | None:

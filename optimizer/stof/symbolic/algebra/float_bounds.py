@@ -35,9 +35,9 @@ def range_of(value: Real) -> Range | None:
         case "bool":
             return (0.0, 1.0)
         case "table" if len(args) == 3:
-            found = args[2]
-            assert isinstance(found, tuple)
-            return (float(found[0]), float(found[1]))
+            limits = args[2]
+            assert isinstance(limits, tuple)
+            return (float(limits[0]), float(limits[1]))
         case "select" | "add" | "mul" | "neg" | "min" | "max":
             ranges = [range_of(r) for r in reals]
             if any(r is None for r in ranges):
@@ -73,8 +73,8 @@ def _round_range(low: float, high: float) -> Range | None:
 
 def rounded_constant(value: Real) -> float | None:
     """The one large number that a float rounds to at every position; None where it differs or is small."""
-    found = range_of(value)
-    return found[0] if found is not None and found[0] == found[1] and abs(found[0]) > _HUGE else None
+    limits = range_of(value)
+    return limits[0] if limits is not None and limits[0] == limits[1] and abs(limits[0]) > _HUGE else None
 
 
 def compare_ranges(kind: str, x: Real, y: Real) -> bool | None:

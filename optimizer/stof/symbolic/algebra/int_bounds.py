@@ -117,8 +117,8 @@ def may_be_negative(value: Int) -> bool:
 def rebuild(kind: str, args: tuple[object, ...]) -> Int:
     """An atom with new arguments, evaluated where they are numbers or their order is known."""
     numbers = [a.constant if isinstance(a, Int) else a if isinstance(a, int) else None for a in args]
-    known = [n for n in numbers if n is not None]
-    whole = len(known) == len(args)
+    constants = [n for n in numbers if n is not None]
+    whole = len(constants) == len(args)
     first, second = (args[0], args[1] if len(args) > 1 else None) if args else (None, None)
     match kind:
         case "abs" if isinstance(first, Int):
@@ -127,9 +127,9 @@ def rebuild(kind: str, args: tuple[object, ...]) -> Int:
             if bound(first, upper=True) <= 0:
                 return -first
         case "div" if whole:
-            return integer(known[0] // known[1])
+            return integer(constants[0] // constants[1])
         case "mod" if whole:
-            return integer(known[0] % known[1])
+            return integer(constants[0] % constants[1])
         case "min" | "max" if isinstance(first, Int) and isinstance(second, Int):
             smaller, larger = (first, second) if kind == "min" else (second, first)
             if bound(smaller - larger, upper=True) <= 0:
@@ -142,13 +142,13 @@ def rebuild(kind: str, args: tuple[object, ...]) -> Int:
 def multiply(x: Int, y: Int) -> Int:
     """A product. sign(n) * x is x where x is 0 whenever the index or size n is."""
     for sign, other in ((x, y), (y, x)):
-        base = _signed(sign)
+        base = _find_signed_atom(sign)
         if base is not None and all(any(_vanishes(a, base) for a in m) for m, _ in other.terms):
             return other
     return x * y
 
 
-def _signed(value: Int) -> Atom | None:
+def _find_signed_atom(value: Int) -> Atom | None:
     """The index or size n of a value that is sign(n); None for other values."""
     atom = value.atom
     if atom is None or atom.kind != "select" or atom.args[1:] != (integer(1), integer(0)):
@@ -156,8 +156,8 @@ def _signed(value: Int) -> Atom | None:
     cond = atom.args[0]
     assert isinstance(cond, Cond)
     base = integer(1) - cond.args[0] if cond.kind == "le" and isinstance(cond.args[0], Int) else None
-    found = None if base is None else base.atom
-    return found if found is not None and found.kind in ("var", "size") else None
+    base_atom = None if base is None else base.atom
+    return base_atom if base_atom is not None and base_atom.kind in ("var", "size") else None
 
 
 def _vanishes(atom: Atom, base: Atom) -> bool:

@@ -51,18 +51,18 @@ def guard_overflow(tensor: SymTensor, dtype: int) -> SymTensor:
     """The tensor, with unknown elements if one of them may not fit the type."""
     if tensor.is_constant or tensor.kind == "b":
         return tensor
-    known: list[bool] = []  # the answer, computed at the first use
+    fits: list[bool] = []  # the answer, computed at the first use
 
     def at(index: Index) -> Scalar:
         value = tensor.at(index)
-        if not known:
-            known.append(_holds(tensor, dtype))
-        return value if known[0] else _unknown(value, dtype)
+        if not fits:
+            fits.append(_holds(tensor, dtype))
+        return value if fits[0] else _make_unknown(value, dtype)
 
     return replace(tensor, function=at, memo={})
 
 
-def _unknown(value: Scalar, dtype: int) -> Scalar:
+def _make_unknown(value: Scalar, dtype: int) -> Scalar:
     words = f"arithmetic in {TensorProto.DataType.Name(dtype).lower()} that does not hold the numbers of long inputs"
     return of_atom("opaque", words, value) if isinstance(value, Int) else Real("opaque", (words, to_real(value)))
 
@@ -90,15 +90,15 @@ def _integers(value: object) -> list[Int]:
 
 def round_large_integers(source: SymTensor, largest: int) -> Callable[[Index], Scalar]:
     """The elements of a tensor cast to a float type; integers that may be larger than ``largest`` are rounded."""
-    known: list[bool] = []  # the answer, computed at the first use
+    exact: list[bool] = []  # the answer, computed at the first use
 
     def is_exact() -> bool:
-        if not known:
+        if not exact:
             index, limits = probe(source.shape)
             value = source.at(index)
-            found = [value] if isinstance(value, Int) else _integers(value)
-            known.append(all(is_within(x, largest, limits) for x in found))
-        return known[0]
+            integers = [value] if isinstance(value, Int) else _integers(value)
+            exact.append(all(is_within(x, largest, limits) for x in integers))
+        return exact[0]
 
     def at(index: Index) -> Scalar:
         value = source.at(index)

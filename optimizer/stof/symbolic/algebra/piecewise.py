@@ -36,8 +36,8 @@ def split_cases(value: Real) -> list[tuple[Cond, float | Real]]:
 
     An integer model input that is cast to float counts as a 0/1 mask vector.
     """
-    found = None if _compares_reads(value) else _cases(value, 0)
-    return [(TRUE, value)] if found is None or len(found) > _MAX_CASES else found
+    cases = None if _compares_reads(value) else _cases(value, 0)
+    return [(TRUE, value)] if cases is None or len(cases) > _MAX_CASES else cases
 
 
 @lru_cache(maxsize=20_000)
@@ -95,26 +95,28 @@ def _assume_real(value: Real, cond: Cond, holds: bool) -> Real:
     """The float under the assumption that a condition holds, or does not."""
     match value.kind:
         case "bool" | "select":
-            own = value.args[0]
-            assert isinstance(own, Cond)
+            value_cond = value.args[0]
+            assert isinstance(value_cond, Cond)
             yes, no = value.args[1:] if value.kind == "select" else (real(1.0), real(0.0))
             assert isinstance(yes, Real)
             assert isinstance(no, Real)
-            if own == cond:
+            if value_cond == cond:
                 return _assume_real(yes if holds else no, cond, holds)
-            if own == negate(cond):
+            if value_cond == negate(cond):
                 return _assume_real(no if holds else yes, cond, holds)
             if value.kind == "bool":
                 return value
-            return Real("select", (own, _assume_real(yes, cond, holds), _assume_real(no, cond, holds)))
+            return Real("select", (value_cond, _assume_real(yes, cond, holds), _assume_real(no, cond, holds)))
         case "int" | "rounded":
             inner = value.args[0]
             assert isinstance(inner, Int)
-            found = assume(inner, cond, holds)
+            assumed = assume(inner, cond, holds)
             if cond.kind == "ne" and _is_one(inner) is not None:
-                found = _with_read(found, cond.args[0], int(holds))
+                assumed = _with_read(assumed, cond.args[0], int(holds))
             return (
-                round_integers(to_real(found), int(str(value.args[1]))) if value.kind == "rounded" else to_real(found)
+                round_integers(to_real(assumed), int(str(value.args[1])))
+                if value.kind == "rounded"
+                else to_real(assumed)
             )
         case "neg":
             only = value.args[0]
@@ -166,12 +168,12 @@ def to_int(value: Scalar) -> Int:
             chosen = select(cond, *branches)
             assert isinstance(chosen, Int)
             return chosen
-    found = split_cases(value)
-    if len(found) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in found):
+    cases = split_cases(value)
+    if len(cases) <= 8 and all(isinstance(x, float) and math.isfinite(x) for _, x in cases):
         total = integer(0)
-        for own, x in found:
+        for case_cond, x in cases:
             assert isinstance(x, float)
-            total = total + to_int(own) * integer(int(x))
+            total = total + to_int(case_cond) * integer(int(x))
         return total
     return of_atom("trunc", value)
 

@@ -79,11 +79,11 @@ def holds(cond: Cond, sizes: Mapping[str, int]) -> bool:
 
 def size_names(size: Int) -> set[str]:
     """The dimensions that a size depends on."""
-    found: set[str] = set()
+    names: set[str] = set()
     for atom in size.atoms():
         if atom.kind == "size":
-            found.add(str(atom.args[0]))
+            names.add(str(atom.args[0]))
         for inner in atom.args:
             if isinstance(inner, Int):
-                found |= size_names(inner)
-    return found
+                names |= size_names(inner)
+    return names

@@ -30,21 +30,21 @@ class _Hashed:
 
     def __hash__(self) -> int:
         try:
-            known: int = self.__dict__["_hash"]
+            value: int = self.__dict__["_hash"]
         except KeyError:
-            known = hash((type(self).__name__, *(v for k, v in self.__dict__.items() if not k.startswith("_"))))
-            self.__dict__["_hash"] = known
-        return known
+            value = hash((type(self).__name__, *(v for k, v in self.__dict__.items() if not k.startswith("_"))))
+            self.__dict__["_hash"] = value
+        return value
 
     @property
     def weight(self) -> int:
         """The number of subterms, shared ones counted each time."""
-        known = self.__dict__.get("_weight")
-        if known is None:
-            known = 1 + sum(_weigh(v) for k, v in self.__dict__.items() if not k.startswith("_"))
-            self.__dict__["_weight"] = known
-        assert isinstance(known, int)
-        return known
+        weight = self.__dict__.get("_weight")
+        if weight is None:
+            weight = 1 + sum(_weigh(v) for k, v in self.__dict__.items() if not k.startswith("_"))
+            self.__dict__["_weight"] = weight
+        assert isinstance(weight, int)
+        return weight
 
 
 def _weigh(value: object) -> int:
@@ -76,12 +76,12 @@ class Atom(_Hashed):
 
 
 def _atom_key(atom: Atom) -> str:
-    known = atom.__dict__.get("_key")
-    if known is None:
-        known = f"{atom.kind}({','.join(_key(a) for a in atom.args)})"
-        atom.__dict__["_key"] = known
-    assert isinstance(known, str)
-    return known
+    key = atom.__dict__.get("_key")
+    if key is None:
+        key = f"{atom.kind}({','.join(_key(a) for a in atom.args)})"
+        atom.__dict__["_key"] = key
+    assert isinstance(key, str)
+    return key
 
 
 def _key(value: object) -> str:
@@ -169,11 +169,11 @@ class Int(_Hashed):
         quotient, rest, kept = integer(0), self, integer(0)
         while rest.terms:
             term = max(rest.terms, key=_degree)
-            found = _quotient(*term, lead, coefficient)
-            if found is None:
+            factor = _quotient(*term, lead, coefficient)
+            if factor is None:
                 kept, rest = kept + Int((term,)), rest - Int((term,))
             else:
-                quotient, rest = quotient + Int((found,)), rest - other * Int((found,))
+                quotient, rest = quotient + Int((factor,)), rest - other * Int((factor,))
         return quotient, kept
 
 
@@ -208,10 +208,10 @@ def integer(value: int) -> Int:
 
 def of_atom(kind: str, *args: object) -> Int:
     """The polynomial of one new atom. A too large one becomes opaque."""
-    return Int((((_light(Atom(kind, args)),), 1),))
+    return Int((((_limit_weight(Atom(kind, args)),), 1),))
 
 
-def _light(atom: Atom) -> Atom:
+def _limit_weight(atom: Atom) -> Atom:
     return atom if atom.weight <= _MAX_WEIGHT else Atom("opaque", ("a term too large", fresh_number()))
 
 

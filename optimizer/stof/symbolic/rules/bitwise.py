@@ -22,7 +22,7 @@ _MAX_BITS = 31
 _SIGNED = frozenset({TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64})
 
 
-def _both(x: Scalar, y: Scalar) -> tuple[Int, Int]:
+def _to_integers(x: Scalar, y: Scalar) -> tuple[Int, Int]:
     return to_int(x), to_int(y)
 
 
@@ -30,13 +30,13 @@ def _is_truth(value: Int) -> bool:
     return bound(value, upper=False) >= 0 and bound(value, upper=True) <= 1
 
 
-def _unknown(name: str, x: Int, y: Int) -> Int:
+def _make_unknown(name: str, x: Int, y: Int) -> Int:
     return of_atom("opaque", name, x, y)
 
 
 def bit_and(x: Scalar, y: Scalar) -> Scalar:
     """X & y."""
-    left, right = _both(x, y)
+    left, right = _to_integers(x, y)
     if left.constant is not None:
         left, right = right, left
     number = right.constant
@@ -59,26 +59,26 @@ def bit_and(x: Scalar, y: Scalar) -> Scalar:
         return total
     if number is not None and number < 0 and -number & (-number - 1) == 0:  # clears low bits
         return left - floor_mod(left, -number)
-    return _unknown("BitwiseAnd", left, right)
+    return _make_unknown("BitwiseAnd", left, right)
 
 
 def bit_or(x: Scalar, y: Scalar) -> Scalar:
     """X | y."""
-    left, right = _both(x, y)
+    left, right = _to_integers(x, y)
     if _is_truth(left) and _is_truth(right):
         return to_int(any_of([to_cond(left), to_cond(right)]))
     both = bit_and(left, right)
-    return _unknown("BitwiseOr", left, right) if _is_unknown(both) else left + right - to_int(both)
+    return _make_unknown("BitwiseOr", left, right) if _is_unknown(both) else left + right - to_int(both)
 
 
 def bit_xor(x: Scalar, y: Scalar) -> Scalar:
     """X ^ y."""
-    left, right = _both(x, y)
+    left, right = _to_integers(x, y)
     if _is_truth(left) and _is_truth(right):
         a, b = to_cond(left), to_cond(right)
         return to_int(any_of([all_of([a, negate(b)]), all_of([negate(a), b])]))
     both = bit_and(left, right)
-    return _unknown("BitwiseXor", left, right) if _is_unknown(both) else left + right - to_int(both) * integer(2)
+    return _make_unknown("BitwiseXor", left, right) if _is_unknown(both) else left + right - to_int(both) * integer(2)
 
 
 def _is_unknown(value: Scalar) -> bool:
@@ -90,15 +90,15 @@ def make_bit_not(signed: bool) -> Callable[[Scalar], Scalar]:
     return lambda x: -to_int(x) - integer(1) if signed else of_atom("opaque", "BitwiseNot", to_int(x))
 
 
-def make_shift(left: bool) -> Callable[[Scalar, Scalar], Scalar]:
+def make_shift(is_left: bool) -> Callable[[Scalar, Scalar], Scalar]:
     """X << y or x >> y, for integers that are not negative."""
 
     def apply(x: Scalar, y: Scalar) -> Scalar:
-        value, by = _both(x, y)
+        value, by = _to_integers(x, y)
         count = by.constant
         if count is None or not 0 <= count <= _MAX_BITS or bound(value, upper=False) < 0:
-            return _unknown("BitShift", value, by)
-        return value * integer(1 << count) if left else floor_div(value, 1 << count)
+            return _make_unknown("BitShift", value, by)
+        return value * integer(1 << count) if is_left else floor_div(value, 1 << count)
 
     return apply
 

@@ -21,30 +21,24 @@ def broadcast(shapes: list[Shape], context: RuleContext | None = None) -> Shape:
     one = integer(1)
     result = []
     for axis in range(rank):
-        found = one
+        size = one
         for s in shapes:
             own_axis = axis - rank + len(s)
             d = s[own_axis] if own_axis >= 0 else one
-            if one not in (d, found) and context is not None:
-                context.equate(found, d, is_forced=False)
-            if (
-                context is not None
-                and context.is_exact
-                and found.constant is None
-                and d.constant is None
-                and found != d
-            ):
-                found = context.unknown_size(axis)
-            elif d != one and (found == one or (found.constant is None and d.constant is not None)):
-                found = d
-        result.append(found)
+            if one not in (d, size) and context is not None:
+                context.equate(size, d, is_forced=False)
+            if context is not None and context.is_exact and size.constant is None and d.constant is None and size != d:
+                size = context.unknown_size(axis)
+            elif d != one and (size == one or (size.constant is None and d.constant is not None)):
+                size = d
+        result.append(size)
     return tuple(result)
 
 
 def project(index: Index, shape: Shape) -> Index:
     """The index of a broadcast operand of ``shape``."""
-    own = index[len(index) - len(shape) :]
-    return tuple(integer(0) if d == integer(1) else i for i, d in zip(own, shape, strict=True))
+    trailing = index[len(index) - len(shape) :]
+    return tuple(integer(0) if d == integer(1) else i for i, d in zip(trailing, shape, strict=True))
 
 
 def elementwise(
@@ -62,8 +56,8 @@ def elementwise(
     shapes = [f.shape for f in inputs]
     if any(s is None for s in shapes):
         return None
-    known = [s for s in shapes if s is not None]
-    shape = broadcast(known, context)
+    known_shapes = [s for s in shapes if s is not None]
+    shape = broadcast(known_shapes, context)
     out = dtype if dtype is not None else inputs[-1].dtype or inputs[0].dtype
     kind = dtype_kind(out)
     values = [f.value for f in inputs]
@@ -72,7 +66,7 @@ def elementwise(
     tensors = [v for v in values if v is not None]
 
     def at(index: Index) -> Scalar:
-        return function(*(t.at(project(index, s)) for t, s in zip(tensors, known, strict=True)))
+        return function(*(t.at(project(index, s)) for t, s in zip(tensors, known_shapes, strict=True)))
 
     return [Fact(out, shape, SymTensor(shape, kind, at))]
 

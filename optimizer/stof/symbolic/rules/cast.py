@@ -57,12 +57,12 @@ def _narrow(element: Callable[[Index], Scalar], before: int, after: int) -> Call
 
     def at(index: Index) -> Scalar:
         value = to_real(element(index))
-        found = split_cases(value)
-        numbers = [_overflow(x, narrow) if isinstance(x, float) else x for _, x in found]
-        if numbers == [x for _, x in found] or any(isinstance(x, float) and math.isnan(x) for x in numbers):
+        cases = split_cases(value)
+        numbers = [_overflow(x, narrow) if isinstance(x, float) else x for _, x in cases]
+        if numbers == [x for _, x in cases] or any(isinstance(x, float) and math.isnan(x) for x in numbers):
             return value
         result: Scalar = case_as_real(numbers[-1])
-        for (cond, _), number in list(zip(found, numbers, strict=True))[-2::-1]:
+        for (cond, _), number in list(zip(cases, numbers, strict=True))[-2::-1]:
             result = select(cond, case_as_real(number), result)
         return result
 

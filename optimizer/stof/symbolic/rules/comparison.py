@@ -64,8 +64,8 @@ def _is_position(value: Real) -> bool:
 
 
 def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
-    if kind == "eq" and (found_read := _equals_zero(x, y)) is not None:
-        return found_read
+    if kind == "eq" and (zero_test := _equals_zero(x, y)) is not None:
+        return zero_test
     if y.kind == "rounded" != x.kind and kind in _SWAPPED:
         return _compare_real(_SWAPPED[kind], y, x)
     if x.kind == "rounded":
@@ -89,19 +89,19 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     first, second = reads_number(x), reads_number(y)
     if (first and (second or _is_position(y))) or (second and _is_position(x)):
         return Cond("opaque", (kind, x, y))  # document ids or lengths, not a 0/1 mask
-    found = []
+    conditions = []
     for c1, a in split_cases(x):
         for c2, b in split_cases(y):
             if isinstance(a, float) and isinstance(b, float):
                 holds = TRUE if _TESTS[kind](a, b) else FALSE
             elif (left := as_int(case_as_real(a))) is not None and (right := as_int(case_as_real(b))) is not None:
                 holds = to_cond(make_comparison(kind)(left, right))
-            elif (known := float_bounds.compare_ranges(kind, case_as_real(a), case_as_real(b))) is not None:
-                holds = TRUE if known else FALSE
+            elif (verdict := float_bounds.compare_ranges(kind, case_as_real(a), case_as_real(b))) is not None:
+                holds = TRUE if verdict else FALSE
             else:
                 holds = Cond("opaque", (kind, x, y))
-            found.append(all_of([c1, c2, holds]))
-    return any_of(found)
+            conditions.append(all_of([c1, c2, holds]))
+    return any_of(conditions)
 
 
 def _equals_zero(x: Real, y: Real) -> Cond | None:

@@ -73,8 +73,8 @@ def _make_modulo(fmod: bool) -> Callable[[Scalar, Scalar], Scalar]:
                 return floor_mod(x, y.constant) if y.constant > 0 else of_atom("mod", x, y.constant)
             return _truncated_rest(x, abs(y.constant))
         if isinstance(x, Int) and isinstance(y, Int):
-            if not fmod and (found := _by_size(x, y)) is not None:
-                return found
+            if not fmod and (remainder := _by_size(x, y)) is not None:
+                return remainder
             if x.divide(y) is not None:
                 return integer(0)
             return of_atom("opaque", "remainder" if fmod else "modulo", x, y)
@@ -88,12 +88,12 @@ def _by_size(x: Int, size: Int) -> Int | None:
     number, atom = x.constant, size.atom
     if number is None or abs(number) > _MAX_REMAINDER or atom is None or atom.kind != "size":
         return None
-    found = x if number >= 0 else size + x
+    remainder = x if number >= 0 else size + x
     for n in range(1, abs(number) + (number >= 0)):
-        chosen = select(equal(size, integer(n)), integer(number % n), found)
+        chosen = select(equal(size, integer(n)), integer(number % n), remainder)
         assert isinstance(chosen, Int)
-        found = chosen
-    return found
+        remainder = chosen
+    return remainder
 
 
 def _truncated_rest(x: Int, y: int) -> Int:
@@ -114,7 +114,7 @@ def _make_extreme(kind: str) -> Callable[..., Scalar]:
     return fold
 
 
-def _absolute(x: Scalar) -> Scalar:
+def _take_absolute(x: Scalar) -> Scalar:
     if isinstance(x, Int):
         if bound(x, upper=False) >= 0:
             return x
@@ -126,14 +126,14 @@ def _absolute(x: Scalar) -> Scalar:
     if value.kind == "int":
         inner = value.args[0]
         assert isinstance(inner, Int)
-        return to_real(_absolute(inner))
+        return to_real(_take_absolute(inner))
     if value.kind == "const":
         number = value.args[0]
         assert isinstance(number, float)
         return real(abs(number))
     quotient = _quotient(value)
     if quotient is not None:
-        return Real("div", (to_real(_absolute(quotient[0])), real(quotient[1])))
+        return Real("div", (to_real(_take_absolute(quotient[0])), real(quotient[1])))
     return Real("opaque", ("Abs", value))
 
 
@@ -176,13 +176,13 @@ def _real_function(name: str, function: Callable[[np.float64], float]) -> Callab
             assert isinstance(number, float)
             with np.errstate(all="ignore"):
                 return real(function(np.float64(number)))
-        found = split_cases(value)
-        if len(found) <= 8 and all(isinstance(x, float) for _, x in found):  # a mask
+        cases = split_cases(value)
+        if len(cases) <= 8 and all(isinstance(x, float) for _, x in cases):  # a mask
             result: Scalar = real(math.nan)
-            for number, (cond, case) in enumerate(found):
+            for number, (cond, case) in enumerate(cases):
                 assert isinstance(case, float)
-                own = apply(real(case))
-                result = select(cond, own, result) if number else own
+                mapped = apply(real(case))
+                result = select(cond, mapped, result) if number else mapped
             return result
         return Real("opaque", (name, value))
 
@@ -256,7 +256,7 @@ RULES: dict[str, Rule] = {
     "Div": pointwise(div),
     "Mod": lambda c: elementwise(c, _make_modulo(bool(c.number("fmod", 0))), None),
     "Neg": pointwise(negate_real),
-    "Abs": pointwise(_absolute),
+    "Abs": pointwise(_take_absolute),
     "Sign": pointwise(_sign),
     "Min": pointwise(_make_extreme("min")),
     "Max": pointwise(_make_extreme("max")),

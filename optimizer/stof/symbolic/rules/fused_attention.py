@@ -23,10 +23,10 @@ def _attention(context: RuleContext) -> list[Fact] | None:
         output: tuple[Int, ...] = (q[0], heads, rows, width)
     else:
         heads, groups = (integer(context.number(n, 0)) for n in ("q_num_heads", "kv_num_heads"))
-        found = k[2].divide(groups), v[2].divide(groups)
-        if found[0] is None or found[1] is None:
+        sizes = k[2].divide(groups), v[2].divide(groups)
+        if sizes[0] is None or sizes[1] is None:
             return [Fact(dtype)]
-        size, width = found[0], found[1]
+        size, width = sizes[0], sizes[1]
         rows, keys = q[1], k[1]
         output = (q[0], rows, heads * width)
     if context.has(4):
@@ -74,14 +74,14 @@ def _multi_head(context: RuleContext) -> list[Fact] | None:
             return [output]
         keys = keys + past[2]
     size = q[4] if len(q) == 5 else q[2].divide(integer(heads))
-    own = width.divide(integer(heads))
-    if size is None or own is None:
+    value_size = width.divide(integer(heads))
+    if size is None or value_size is None:
         return [output]
-    present = [Fact(dtype, (q[0], integer(heads), keys, d)) for d in (size, own)]
+    present = [Fact(dtype, (q[0], integer(heads), keys, d)) for d in (size, value_size)]
     return [output, *present]
 
 
-def _grouped(context: RuleContext) -> list[Fact] | None:
+def _grouped_query(context: RuleContext) -> list[Fact] | None:
     q, k = context.shape(0), context.shape(1)
     heads, groups = context.number("num_heads", 0), context.number("kv_num_heads", 0)
     dtype = context.fact(0).dtype
@@ -124,8 +124,8 @@ def paged_attention(context: RuleContext) -> list[Fact] | None:
 STANDARD: dict[str, Rule] = {"Attention": _attention}
 CONTRIB: dict[str, Rule] = {
     "Attention": _contrib_attention,
-    "GroupQueryAttention": _grouped,
+    "GroupQueryAttention": _grouped_query,
     "MultiHeadAttention": _multi_head,
     "PagedAttention": paged_attention,
-    "SparseAttention": _grouped,
+    "SparseAttention": _grouped_query,
 }

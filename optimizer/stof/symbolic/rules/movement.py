@@ -164,7 +164,7 @@ def _slice(context: RuleContext) -> list[Fact] | None:
             if n.constant is None:
                 if step != -1:
                     return None
-                first, length = _backwards(start, end, n)
+                first, length = _slice_backwards(start, end, n)
                 plan[axis], shape[axis] = (first, step), length
                 continue
             span = range(*slice(start.constant, end.constant, step).indices(n.constant))
@@ -189,7 +189,7 @@ def _slice(context: RuleContext) -> list[Fact] | None:
     return [moved_fact(context, tuple(shape), at)]
 
 
-def _backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
+def _slice_backwards(start: Int, end: Int, n: Int) -> tuple[Int, Int]:
     """The first position and the length of a slice of step -1 along an axis of n."""
     first = _clamp(start, n)
     first = n - ONE if first == n else first
@@ -228,15 +228,15 @@ def _concat(context: RuleContext) -> list[Fact] | None:
     shapes = [context.shape(i) for i in range(count)]
     if any(s is None for s in shapes):
         return None
-    known = [s for s in shapes if s is not None]
-    axis = context.number("axis", 0) % len(known[0])
+    known_shapes = [s for s in shapes if s is not None]
+    axis = context.number("axis", 0) % len(known_shapes[0])
     starts = [ZERO]
-    for s in known:
-        if len(s) != len(known[0]):
+    for s in known_shapes:
+        if len(s) != len(known_shapes[0]):
             return None
         starts.append(starts[-1] + s[axis])
-        context.equate_shapes(known[0][:axis] + known[0][axis + 1 :], s[:axis] + s[axis + 1 :])
-    shape = (*known[0][:axis], starts[-1], *known[0][axis + 1 :])
+        context.equate_shapes(known_shapes[0][:axis] + known_shapes[0][axis + 1 :], s[:axis] + s[axis + 1 :])
+    shape = (*known_shapes[0][:axis], starts[-1], *known_shapes[0][axis + 1 :])
     values = [context.value(i) for i in range(count)]
     if any(v is None for v in values):
         return [Fact(context.fact(0).dtype, shape)]
@@ -246,12 +246,12 @@ def _concat(context: RuleContext) -> list[Fact] | None:
         position = index[axis]
 
         def element(i: int) -> Scalar:
-            own = position - starts[i]
+            offset = position - starts[i]
             size = tensors[i].shape[axis].constant
-            if tensors[i].is_constant and own.constant is None and size is not None and count > 1:
+            if tensors[i].is_constant and offset.constant is None and size is not None and count > 1:
                 # Keeps look-ups within a stored part where another part is selected.
-                own = rebuild("max", (rebuild("min", (own, integer(size - 1))), ZERO))
-            return tensors[i].at((*index[:axis], own, *index[axis + 1 :]))
+                offset = rebuild("max", (rebuild("min", (offset, integer(size - 1))), ZERO))
+            return tensors[i].at((*index[:axis], offset, *index[axis + 1 :]))
 
         for i in range(count):
             inside = bound(position - starts[i + 1], upper=True) < 0
@@ -443,16 +443,16 @@ def _split(context: RuleContext) -> list[Fact] | None:
 
 
 def _pad(context: RuleContext) -> list[Fact] | None:
-    data, given = context.shape(0), context.ints(1)
-    if data is None or given is None:
+    data, amounts = context.shape(0), context.ints(1)
+    if data is None or amounts is None:
         return None
     rank = len(data)
     axes = context.fixed_ints(3) if context.has(3) else list(range(rank))
-    if axes is None or len(given) != 2 * len(axes):
+    if axes is None or len(amounts) != 2 * len(axes):
         return None
     pads = [ZERO] * (2 * rank)
     for i, axis in enumerate(axes):
-        pads[axis % rank], pads[axis % rank + rank] = given[i], given[i + len(axes)]
+        pads[axis % rank], pads[axis % rank + rank] = amounts[i], amounts[i + len(axes)]
     shape = tuple(d + pads[a] + pads[a + rank] for a, d in enumerate(data))
     value, fill = context.value(0), context.value(2)
     if context.attribute("mode", "constant") != "constant" and any(p != ZERO for p in pads):

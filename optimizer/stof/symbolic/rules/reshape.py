@@ -13,10 +13,10 @@ ZERO, ONE = integer(0), integer(1)
 
 
 def _axes(context: RuleContext, rank: int) -> list[int] | None:
-    found: object = context.attribute("axes")
-    if found is None:
-        found = context.fixed_ints(1) if context.has(1) else None
-    return None if found is None else [a % rank for a in found]  # type: ignore[attr-defined]
+    axes: object = context.attribute("axes")
+    if axes is None:
+        axes = context.fixed_ints(1) if context.has(1) else None
+    return None if axes is None else [a % rank for a in axes]  # type: ignore[attr-defined]
 
 
 def _unsqueeze(context: RuleContext) -> list[Fact] | None:
@@ -73,7 +73,7 @@ def _target_shape(context: RuleContext, data: Shape) -> Shape | None:
         rest = tuple(d for d in shape if d.constant != -1)
         quotient = element_count(data).divide(element_count(rest))
         if quotient is None:
-            whole, part = (element_count(tuple(context.canonical(d) for d in dims)) for dims in (data, rest))
+            whole, part = (element_count(tuple(context.canonicalize(d) for d in dims)) for dims in (data, rest))
             quotient = whole.divide(part)
         if quotient is None or len(unknown) > 1:
             return None
@@ -103,14 +103,14 @@ def _equate_counts(context: RuleContext, before: Int, after: Int) -> None:
 
 def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact]:
     value = context.value(0)
-    mapping = None
+    map_index = None
     if value is not None:
         # Equal sizes may be different expressions on the two sides.
-        same = (tuple(context.canonical(d) for d in dims) for dims in (data, shape))
-        mapping = _index_map(data, shape) or _index_map(*same)
-    if value is None or mapping is None:
+        same = (tuple(context.canonicalize(d) for d in dims) for dims in (data, shape))
+        map_index = _index_map(data, shape) or _index_map(*same)
+    if value is None or map_index is None:
         return [Fact(context.fact(0).dtype, shape)]
-    return [moved_fact(context, shape, lambda index: value.at(mapping(index)))]
+    return [moved_fact(context, shape, lambda index: value.at(map_index(index)))]
 
 
 def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
@@ -120,38 +120,38 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
-        left, right = [], []
+        source_axes, target_axes = [], []
         p, q = ONE, ONE
         if i < len(source):
-            left.append(source[i])
+            source_axes.append(source[i])
             p, i = data[source[i]], i + 1
         if j < len(target):
-            right.append(target[j])
+            target_axes.append(target[j])
             q, j = shape[target[j]], j + 1
         while p != q:
             if i < len(source) and (q.divide(p) is not None or j >= len(target)):
-                left.append(source[i])
+                source_axes.append(source[i])
                 p, i = p * data[source[i]], i + 1
             elif j < len(target):
-                right.append(target[j])
+                target_axes.append(target[j])
                 q, j = q * shape[target[j]], j + 1
             else:
                 return None
-        groups.append((left, right))
+        groups.append((source_axes, target_axes))
 
-    def mapping(index: Index) -> Index:
+    def map_index(index: Index) -> Index:
         result = [ZERO] * len(data)
-        for left, right in groups:
+        for source_axes, target_axes in groups:
             flat = ZERO
-            for a in right:
+            for a in target_axes:
                 flat = flat * shape[a] + index[a]
-            for a in reversed(left[1:]):
+            for a in reversed(source_axes[1:]):
                 flat, result[a] = _div_mod(flat, data[a])
-            if left:
-                result[left[0]] = flat
+            if source_axes:
+                result[source_axes[0]] = flat
         return tuple(result)
 
-    return mapping
+    return map_index
 
 
 def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:

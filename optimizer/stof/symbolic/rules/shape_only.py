@@ -17,8 +17,8 @@ ONE = integer(1)
 
 
 def _numbers(context: RuleContext, name: str, default: list[int]) -> list[int]:
-    found = context.attribute(name)
-    return default if found is None else [int(n) for n in found]  # type: ignore[attr-defined]
+    value = context.attribute(name)
+    return default if value is None else [int(n) for n in value]  # type: ignore[attr-defined]
 
 
 def _window(context: RuleContext, sizes: Shape, kernel: list[int]) -> Shape | None:
@@ -59,8 +59,8 @@ def _conv(context: RuleContext) -> list[Fact] | None:
 def _stft(context: RuleContext) -> list[Fact] | None:
     """[B, samples(, 1)] to [B, frames, bins, 2]."""
     signal, step, window = context.shape(0), context.fixed_ints(1), context.shape(2)
-    given = context.fixed_ints(3)
-    length = given[0] if given else window[0].constant if window else None
+    frame_length = context.fixed_ints(3)
+    length = frame_length[0] if frame_length else window[0].constant if window else None
     if signal is None or len(signal) < 2 or not step or step[0] < 1 or length is None or length < 1:
         return None
     frames = floor_div(signal[1] + integer(-length), step[0]) + ONE
@@ -110,8 +110,8 @@ def _einsum(context: RuleContext) -> list[Fact] | None:
     named = [t.replace("...", "") for t in equation.partition("->")[0].split(",")]
     dots = max((r - len(t) for r, t in zip(ranks, named, strict=False)), default=0)
     spare = [c for c in string.ascii_letters if c not in equation]
-    left, arrow, right = equation.replace("...", "".join(spare[: max(0, dots)])).partition("->")
-    terms = left.split(",")
+    inputs, arrow, output = equation.replace("...", "".join(spare[: max(0, dots)])).partition("->")
+    terms = inputs.split(",")
     sizes: dict[str, Int] = {}
     for i, term in enumerate(terms):
         shape = context.shape(i)
@@ -123,8 +123,8 @@ def _einsum(context: RuleContext) -> list[Fact] | None:
             if letter not in sizes or sizes[letter] == ONE:
                 sizes[letter] = d
     if not arrow:
-        right = "".join(sorted(c for c in sizes if left.count(c) == 1))
-    return [Fact(context.fact(0).dtype, tuple(sizes[c] for c in right))]
+        output = "".join(sorted(c for c in sizes if inputs.count(c) == 1))
+    return [Fact(context.fact(0).dtype, tuple(sizes[c] for c in output))]
 
 
 def _resize(context: RuleContext) -> list[Fact] | None:
@@ -229,8 +229,8 @@ def _reduce(context: RuleContext) -> list[Fact] | None:
 
 def _broadcast(context: RuleContext) -> list[Fact] | None:
     shapes = [context.shape(i) for i in range(len(context.node.input))]
-    known = [s for s in shapes if s is not None]
-    return [Fact(context.fact(0).dtype, broadcast(known, context) if len(known) == len(shapes) else None)]
+    known_shapes = [s for s in shapes if s is not None]
+    return [Fact(context.fact(0).dtype, broadcast(known_shapes, context) if len(known_shapes) == len(shapes) else None)]
 
 
 _ACTIVATIONS = (

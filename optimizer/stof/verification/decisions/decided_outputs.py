@@ -22,7 +22,7 @@ from stof.graph.index import GraphIndex
 from stof.symbolic import Symbolic
 from stof.verification.compare import compare_outputs
 from stof.verification.decisions.find_decisions import Decision, Held, find_decisions, find_held
-from stof.verification.decisions.held_models import add_outputs, cut_decision, free_name, hold_tensors, known_tensors
+from stof.verification.decisions.held_models import add_outputs, cut_decision, free_name, hold_tensors, list_tensors
 from stof.verification.perturb import Noisy, perturb
 from stof.verification.reference_runs import CaseSession
 from stof.verification.result import DecidedDifference
@@ -43,12 +43,12 @@ class HeldRuns:
     Attributes:
         differences: the decisions that the optimized model takes otherwise by itself.
         legal: outputs of legal runs of the original, by name.
-        found: outputs of the optimized model.
+        optimized: outputs of the optimized model.
     """
 
     differences: list[DecidedDifference] = field(default_factory=list)
     legal: list[Arrays] = field(default_factory=list)
-    found: Arrays = field(default_factory=dict)
+    optimized: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class DecidedOutputs:
         self.models = models
         self.noise = noise
         self.base = models.reference
-        index, known = GraphIndex(self.base.graph), known_tensors(self.base.graph)
-        tensors = known_tensors(models.final.graph)
+        index, tensors_of_base = GraphIndex(self.base.graph), list_tensors(self.base.graph)
+        tensors = list_tensors(models.final.graph)
         self.points = []
         for decision in find_decisions(original.graph, symbolic, outputs):
-            if decision.result in known and known.issuperset(decision.before):
-                own = next(n for n in self.base.graph.node if decision.result in n.output)
-                held = find_held(index, replace(decision, node=own), tensors)
+            if decision.result in tensors_of_base and tensors_of_base.issuperset(decision.before):
+                base_node = next(n for n in self.base.graph.node if decision.result in n.output)
+                held = find_held(index, replace(decision, node=base_node), tensors)
                 if held.tensors and all(map(models.dtype, held.tensors)):
                     self.points.append(_Point(decision, held))
         self.before = {t: models.dtype(t) for p in self.points for t in p.decision.before}
@@ -118,13 +118,13 @@ class DecidedOutputs:
         held = {i: {**feeds[i], **{t: plain[i][t] for t in self.results}} for i in cases}
         model, names = add_outputs(hold_tensors(self.models.final, self.results), self.base.graph, self.before)
         session = self._session(model, is_optimized=True, has_library=True)
-        found = {i: self._run(session, held[i]) for i in cases}
-        found = {i: {**run, **{t: run[own] for t, own in names.items()}} for i, run in found.items()}
-        changed = {i: [p for p in self.points if self._differs(p, plain[i], found[i])] for i in cases}
+        optimized = {i: self._run(session, held[i]) for i in cases}
+        optimized = {i: {**run, **{t: run[output] for t, output in names.items()}} for i, run in optimized.items()}
+        changed = {i: [p for p in self.points if self._differs(p, plain[i], optimized[i])] for i in cases}
         changed = {i: points for i, points in changed.items() if points or i in unsettled}
         legal: dict[int, list[Arrays]] = {i: [] for i in changed}
         for number, make in enumerate(self._legal_sessions()):
-            if not changed or (number >= _LEAST_RUNS and self._is_shown(changed, plain, legal, found)):
+            if not changed or (number >= _LEAST_RUNS and self._is_shown(changed, plain, legal, optimized)):
                 break
             try:
                 session = make()
@@ -137,7 +137,7 @@ class DecidedOutputs:
                 legal[i].append(run)
         return {
             i: HeldRuns(
-                [self._explain(p, cases[i], plain[i], legal[i], found[i]) for p in points], legal[i], found[i]
+                [self._explain(p, cases[i], plain[i], legal[i], optimized[i]) for p in points], legal[i], optimized[i]
             )
             for i, points in changed.items()
         }  # fmt: skip
@@ -158,80 +158,80 @@ class DecidedOutputs:
             noisy = perturb(base, self.noise, seed)
             yield partial(self._session, noisy, is_optimized=False, has_library=False)
 
-    def _differs(self, point: _Point, plain: Arrays, found: Arrays) -> bool:
-        return any(not np.array_equal(plain[t], found[free_name(t)]) for t in point.held.tensors)
+    def _differs(self, point: _Point, plain: Arrays, optimized: Arrays) -> bool:
+        return any(not np.array_equal(plain[t], optimized[free_name(t)]) for t in point.held.tensors)
 
     def _is_shown(
         self,
         changed: Mapping[int, Sequence[_Point]],
         plain: Mapping[int, Arrays],
         legal: Mapping[int, Sequence[Arrays]],
-        found: Mapping[int, Arrays],
+        optimized: Mapping[int, Arrays],
     ) -> bool:
         """Whether floats before decisions that differ are no farther apart than in the runs of the original until now."""
         return all(
-            _largest(plain[i][t], found[i][t]) <= max(_largest(plain[i][t], run[t]) for run in legal[i])
+            _find_distance(plain[i][t], optimized[i][t]) <= max(_find_distance(plain[i][t], run[t]) for run in legal[i])
             for i, points in changed.items()
             for p in points
             for t in p.decision.before
         )
 
     def _explain(
-        self, point: _Point, case: Case, plain: Arrays, legal: Sequence[Arrays], found: Arrays
+        self, point: _Point, case: Case, plain: Arrays, legal: Sequence[Arrays], optimized: Arrays
     ) -> DecidedDifference:
         decision = point.decision
         compared = {
-            t: compare_outputs(case, self.models.floor, t, plain[t], [run[t] for run in legal], found[t])
+            t: compare_outputs(case, self.models.floor, t, plain[t], [run[t] for run in legal], optimized[t])
             for t in decision.before
         }
         budgets = {t: c.budget for t, c in compared.items()}
         is_explained = all(c.ok for c in compared.values())
         if is_explained and decision.is_elementwise:
-            is_explained = self._follows(point, found)
+            is_explained = self._follows(point, optimized)
         worst = max(decision.before, key=lambda t: compared[t].difference / (budgets[t] or 1.0))
-        changed = next(t for t in point.held.tensors if not np.array_equal(plain[t], found[free_name(t)]))
-        differs = _find_differences(plain[changed], found[free_name(changed)])
+        changed = next(t for t in point.held.tensors if not np.array_equal(plain[t], optimized[free_name(t)]))
+        differs = _find_differences(plain[changed], optimized[free_name(changed)])
         return DecidedDifference(
             case=str(case),
             node=decision.name,
             changed=int(np.count_nonzero(differs)),
             elements=int(differs.size),
-            before=_pick_farthest(plain[worst], found[worst], differs),
-            difference=_largest(plain[worst], found[worst]),
-            spread=max(_largest(plain[worst], run[worst]) for run in legal),
+            before=_pick_farthest(plain[worst], optimized[worst], differs),
+            difference=_find_distance(plain[worst], optimized[worst]),
+            spread=max(_find_distance(plain[worst], run[worst]) for run in legal),
             budget=budgets[worst],
             runs=len(legal),
             explained=is_explained,
             comparable=all(c.comparable for c in compared.values()),
         )
 
-    def _follows(self, point: _Point, found: Arrays) -> bool:
+    def _follows(self, point: _Point, optimized: Arrays) -> bool:
         """Whether the optimized model decides by its own floats as the original's nodes do: they may be inside of a chain."""
         before = point.decision.before
         model = cut_decision(
             self.base, point.held, {t: self.before[t] for t in before}, {t: self.results[t] for t in point.held.tensors}
         )
         session = self._session(model, is_optimized=False, has_library=False)
-        finite = {n: np.isfinite(found[n]) for n in before}
-        off = {n: _CHAIN_TOLERANCE * float(np.abs(found[n][finite[n]]).max(initial=0.0)) for n in before}
+        finite = {n: np.isfinite(optimized[n]) for n in before}
+        off = {n: _CHAIN_TOLERANCE * float(np.abs(optimized[n][finite[n]]).max(initial=0.0)) for n in before}
         ends = []
         for sign in (1.0, -1.0):
             # The second float of a comparison moves the other way.
             signs = (sign, -sign)
             moved = {
-                n: np.where(finite[n], found[n] + s * off[n], found[n]).astype(found[n].dtype)
+                n: np.where(finite[n], optimized[n] + s * off[n], optimized[n]).astype(optimized[n].dtype)
                 for s, n in zip(signs, before, strict=False)
             }
             ends.append(self._run(session, moved))
         for t in point.held.tensors:
-            own = found[free_name(t)]
+            decided = optimized[free_name(t)]
             low, high = (f(ends[0][t], ends[1][t]) for f in (np.minimum, np.maximum))
-            if own.shape != low.shape or not ((own >= low) & (own <= high)).all():
+            if decided.shape != low.shape or not ((decided >= low) & (decided <= high)).all():
                 return False
         return True
 
 
-def _largest(one: np.ndarray, other: np.ndarray) -> float:
+def _find_distance(one: np.ndarray, other: np.ndarray) -> float:
     if one.shape != other.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):

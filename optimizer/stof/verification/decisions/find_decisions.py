@@ -55,16 +55,16 @@ def find_decisions(graph: onnx.GraphProto, symbolic: Symbolic, outputs: Collecti
     """The decisions of the main graph on which outputs depend, those nearest to the outputs, in the graph's order."""
     finder = _Finder(graph, symbolic)
     needed = set(outputs)
-    found: dict[str, Decision] = {}
+    decisions: dict[str, Decision] = {}
     for node in reversed(graph.node):
         if not needed & set(node.output):
             continue
         needed |= node_tensors(node)
         for decision in finder.decisions_at(node):
-            if len(found) < _MOST:
-                found.setdefault(decision.result, decision)
+            if len(decisions) < _MOST:
+                decisions.setdefault(decision.result, decision)
     order = {name: i for i, node in enumerate(graph.node) for name in node.output}
-    return sorted(found.values(), key=lambda d: order[d.result])
+    return sorted(decisions.values(), key=lambda d: order[d.result])
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def find_held(index: GraphIndex, decision: Decision, tensors: Collection[str]) -
         decision: the decision.
         tensors: those of the other graph.
     """
-    found: dict[str, None] = {}
+    held: dict[str, None] = {}
     nodes = [decision.node]
     pending = [decision.result]
     while pending:
         name = pending.pop()
         if name in tensors:
-            found[name] = None
+            held[name] = None
             continue
         readers = index.consumers(name)
         if name in index.outputs or name in index.captured or not readers:
@@ -106,7 +106,7 @@ def find_held(index: GraphIndex, decision: Decision, tensors: Collection[str]) -
                 return Held((), ())
             nodes.append(node)
             pending.extend(node.output)
-    return Held(tuple(found), tuple(nodes))
+    return Held(tuple(held), tuple(nodes))
 
 
 def _is_constant(index: GraphIndex, name: str) -> bool:
@@ -128,15 +128,15 @@ class _Finder:
         result = next((o for o in node.output if o and self.symbolic.dtype(o) in _WHOLE), "")
         if not result:
             return
-        own = []
+        floats = []
         for name in self._floats(node):
             for source in self._sources(name):
                 if isinstance(source, Decision):
                     yield source
                 else:
-                    own.append(name)
-        if own:
-            yield Decision(node, tuple(dict.fromkeys(own)), result)
+                    floats.append(name)
+        if floats:
+            yield Decision(node, tuple(dict.fromkeys(floats)), result)
 
     def _floats(self, node: onnx.NodeProto) -> list[str]:
         return [n for n in node.input if n and self._is_computed_float(n)]
@@ -146,19 +146,19 @@ class _Finder:
 
     def _sources(self, name: str) -> list[Decision | str]:
         """What a float comes from by exact operators: roundings, and floats that are not whole numbers."""
-        found: dict[str, Decision | str] = {}
+        sources: dict[str, Decision | str] = {}
         pending, seen = [name], {name}
         while pending:
             tensor = pending.pop()
             node = self.index.producer(tensor)
             if node is None or node.domain not in STANDARD_DOMAINS:
-                found[tensor] = tensor
+                sources[tensor] = tensor
             elif node.op_type in _ROUNDS:
-                found[tensor] = Decision(node, tuple(self._floats(node)), tensor)
+                sources[tensor] = Decision(node, tuple(self._floats(node)), tensor)
             elif node.op_type in _EXACT and len(node.output) == 1:
                 further = [n for n in self._floats(node) if n not in seen]
                 seen.update(further)
                 pending.extend(further)
             else:
-                found[tensor] = tensor
-        return [s for s in found.values() if isinstance(s, str) or s.before]
+                sources[tensor] = tensor
+        return [s for s in sources.values() if isinstance(s, str) or s.before]

@@ -53,11 +53,13 @@ class HeldComparisons:
         }
         concerned = {i: some for i, some in concerned.items() if some}
         for i, runs in (self._run(concerned, compared, result) if concerned else {}).items():
-            own = compared[i]
-            shapes = tuple(f"output {n!r}: {c.shapes}" for n, c in zip(self.names, own, strict=True) if c.shapes)
+            comparisons_of_case = compared[i]
+            shapes = tuple(
+                f"output {n!r}: {c.shapes}" for n, c in zip(self.names, comparisons_of_case, strict=True) if c.shapes
+            )
             runs.differences = [replace(d, outputs=shapes) for d in runs.differences]
             result.decisions.extend(runs.differences)
-            compared[i] = [self._compare_again(i, k, c, runs) for k, c in enumerate(own)]
+            compared[i] = [self._compare_again(i, k, c, runs) for k, c in enumerate(comparisons_of_case)]
 
     def _run(
         self, concerned: Mapping[int, Sequence[str]], compared: Compared, result: Verification
@@ -74,23 +76,23 @@ class HeldComparisons:
         except RuntimeFailure:
             return {}  # nothing is shown: what differs is wrong
 
-    def _compare_again(self, i: int, k: int, own: Comparison, runs: HeldRuns) -> Comparison:
+    def _compare_again(self, i: int, k: int, first: Comparison, runs: HeldRuns) -> Comparison:
         """The comparison of an output ``k`` of a case with the original's decisions; that before, where nothing differs."""
-        if own.ok and not own.flips:
-            return own
+        if first.ok and not first.flips:
+            return first
         name, words = self.names[k], "; ".join(d.to_text() for d in runs.differences)
         if not all(d.explained for d in runs.differences):
-            return replace(own, ok=False, difference=np.inf, detail="; ".join(filter(None, (own.detail, words))))
-        if name not in runs.found and not runs.differences:
-            return own
-        if name not in runs.found:  # it is the decision itself, and was compared by the floats before
+            return replace(first, ok=False, difference=np.inf, detail="; ".join(filter(None, (first.detail, words))))
+        if name not in runs.optimized and not runs.differences:
+            return first
+        if name not in runs.optimized:  # it is the decision itself, and was compared by the floats before
             farthest = max(runs.differences, key=lambda d: d.difference)
             comparable = all(d.comparable for d in runs.differences)
             away, budget = farthest.difference, farthest.budget
-            return replace(own, ok=True, difference=away, budget=budget, detail=words, comparable=comparable)
+            return replace(first, ok=True, difference=away, budget=budget, detail=words, comparable=comparable)
         plain = self.reference.plain[i][k]
         legal, feed = [run[name] for run in runs.legal], self.reference.feeds[i]
-        found = runs.found[name]
-        held = compare_output(self.inputs, self.cases[i], feed, self.models.floor, name, plain, legal, found)
-        detail = "; ".join(filter(None, (held.detail, own.detail)))
+        optimized = runs.optimized[name]
+        held = compare_output(self.inputs, self.cases[i], feed, self.models.floor, name, plain, legal, optimized)
+        detail = "; ".join(filter(None, (held.detail, first.detail)))
         return replace(held, what=f"{held.what}, with the original's decisions", detail=detail)

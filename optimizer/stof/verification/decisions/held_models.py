@@ -21,10 +21,10 @@ def free_name(tensor: str) -> str:
     return tensor + _FREE
 
 
-def known_tensors(graph: onnx.GraphProto) -> set[str]:
+def list_tensors(graph: onnx.GraphProto) -> set[str]:
     """All tensors of the main graph by name."""
-    found = {o for node in graph.node for o in node.output if o}
-    return found | {v.name for v in graph.input} | {t.name for t in graph.initializer}
+    written = {o for node in graph.node for o in node.output if o}
+    return written | {v.name for v in graph.input} | {t.name for t in graph.initializer}
 
 
 def hold_tensors(model: onnx.ModelProto, dtypes: Mapping[str, int]) -> onnx.ModelProto:
@@ -63,10 +63,10 @@ def add_outputs(
     result = onnx.ModelProto()
     result.CopyFrom(model)
     graph = result.graph
-    known, producer = known_tensors(graph), producers(original.node)
+    available, producer = list_tensors(graph), producers(original.node)
     weights = {t.name: t for t in original.initializer}
     copied: dict[str, str] = {}
-    needed, written = _find_between(known, producer, weights, dtypes)
+    needed, written = _find_between(available, producer, weights, dtypes)
     graph.initializer.extend(weights[n] for n in needed)
     for node in [n for n in original.node if written & set(n.output)]:
         copy = onnx.NodeProto()
@@ -80,26 +80,26 @@ def add_outputs(
         graph.node.append(copy)
     declared = {o.name for o in graph.output}
     names = {name: copied.get(name, name) for name in dtypes}
-    for name, own in names.items():
-        if own not in declared:
-            graph.output.append(helper.make_tensor_value_info(own, dtypes[name], None))
-            declared.add(own)
+    for name, output in names.items():
+        if output not in declared:
+            graph.output.append(helper.make_tensor_value_info(output, dtypes[name], None))
+            declared.add(output)
     return result, names
 
 
 def _find_between(
-    known: set[str],
+    available: set[str],
     producer: Mapping[str, onnx.NodeProto],
     weights: Mapping[str, onnx.TensorProto],
     wanted: Iterable[str],
 ) -> tuple[list[str], set[str]]:
-    """The initializers that wanted tensors are computed of with known ones, and all tensors that nodes write for them."""
+    """The initializers that wanted tensors are computed of with available ones, and all tensors that nodes write for them."""
     needed: list[str] = []
     written: set[str] = set()
     pending = list(wanted)
     while pending:
         name = pending.pop()
-        if not name or name in known or name in written or name in needed:
+        if not name or name in available or name in written or name in needed:
             continue
         if name in weights:
             needed.append(name)
@@ -131,9 +131,9 @@ def cut_decision(
         _values(results),
         [index.initializers[n] for n in dict.fromkeys(read) if n in index.initializers],
     )
-    found = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-    found.functions.extend(model.functions)
-    return found
+    cut = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    cut.functions.extend(model.functions)
+    return cut
 
 
 def _values(dtypes: Mapping[str, int]) -> Sequence[onnx.ValueInfoProto]:
