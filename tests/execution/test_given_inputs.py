@@ -97,11 +97,11 @@ def test_a_callable_is_found_in_the_current_folder(
         "    for n in (3, 8):",
         "        yield {'ids': np.ones((2, n), np.int64), 'speed': np.ones(1, np.float32)}",
     ]
-    (tmp_path / "my_feeds.py").write_text("\n".join(lines))
+    (tmp_path / "module_of_feeds.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    found = cases_of(make(), "--inputs", "my_feeds:feeds")
-    assert found[:2] == ["inputs my_feeds:feeds (0)", "inputs my_feeds:feeds (1)"]
+    found = cases_of(make(), "--inputs", "module_of_feeds:feeds")
+    assert found[:2] == ["inputs module_of_feeds:feeds (0)", "inputs module_of_feeds:feeds (1)"]
     assert sys.path == before
 
 

@@ -62,9 +62,9 @@ def test_a_wrong_value_is_an_error_of_sessions(tmp_path: Path) -> None:
     done = run(*arguments, STOF_CPU_ISA="avx3")
     assert done.returncode == 1
     assert ISA_ERROR in done.stderr
-    done = run(*arguments, STOF_CUDA_GEMM="sm90")
-    assert "STOF_CUDA_GEMM is 'sm90', expected an integer from 0 to 999 or lt" in done.stderr
-    assert run(*arguments, STOF_CPU_ISA="portable", STOF_CUDA_GEMM="lt", STOF_MLP_HOT_MB="").returncode == 0
+    done = run(*arguments, STOF_CUDA_SPARSE_MLP="list")
+    assert "STOF_CUDA_SPARSE_MLP is 'list', expected lists or gemms" in done.stderr
+    assert run(*arguments, STOF_CPU_ISA="portable", STOF_CUDA_GEMM="cublaslt", STOF_MLP_HOT_MB="").returncode == 0
 
 
 def test_the_library_lists_what_is_set() -> None:
@@ -80,7 +80,7 @@ def test_the_library_lists_what_is_set() -> None:
     }
     assert "STOF_TRT_LOG" not in found
     variables = environment_variables()
-    assert len(variables) == 18
+    assert len(variables) == 20
     paths = {v["name"] for v in variables if v["type"] == "path"}
     assert {v["name"] for v in variables if not v["read_in_setuid"]} == paths
 

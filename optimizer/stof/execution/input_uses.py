@@ -128,8 +128,10 @@ class InputUses:
     def _find_required(
         self, node: onnx.NodeProto, input_index: int
     ) -> Iterator[tuple[InputUse, Int | None, Int | None, bool]]:
-        """What a node requires of an operand."""
-        # Longer than 60 lines: a table with one entry for each operand of an operator.
+        """What a node requires of an operand.
+
+        Longer than 60 lines: a table with one entry for each operand of an operator.
+        """
         op, domain = node.op_type, domain_of(node)
         attributes = {a.name: a for a in node.attribute}
 
