@@ -18,6 +18,7 @@
 #include "cuda/mask/fragments.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/expr_eval.h"
+#include "tests/cpp/forced_kernel.h"
 #include "tests/cpp/mask/random_expr.h"
 
 namespace stof::test {
