@@ -202,7 +202,8 @@ Status ListGemmPlans(const GemmArgs& args, const GemmProblem& problem, const Ker
                      std::vector<GemmPlan>* plans) {
   Candidates candidates;
   STOF_RETURN_IF_ERROR(ListCandidates(args, problem, &candidates));
-  *plans = FindRequested(candidates, problem, request);
+  plans->clear();
+  if (!request.is_empty()) *plans = FindRequested(candidates, problem, request);
   const std::vector<GemmPlan> by_models = OrderByModels(std::move(candidates), problem, false);
   plans->insert(plans->end(), by_models.begin(), by_models.end());
   PrintChoiceOf(problem, *plans);

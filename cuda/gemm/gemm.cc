@@ -17,7 +17,7 @@ Status CheckNoTransposedPair(const GemmArgs& args) {
   return Status::Error("a pair of matmuls has no kernel for a transposed right operand");
 }
 
-// Memory of a run: all plans that are tried use one block, one after the other, of the size that is asked for first.
+// One block of workspace for all plans that are tried, one after the other, of the size that is asked for first.
 struct SharedWorkspace {
   const RunContext& context;
   size_t bytes = 0;

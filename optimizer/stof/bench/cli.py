@@ -59,7 +59,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: from a clone, graphs of models/"
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[2], help="one measurement for each (2)")
-    parser.add_argument("--rounds", type=int, default=None, help="default: 5 on a CPU, 9 on a GPU")
+    parser.add_argument("--rounds", type=int, default=None, help=f"default: {measure.ROUNDS}")
 
 
 def run_with_threads(

@@ -72,18 +72,18 @@ def estimate_gain(problem: SiteProblem, length: int, device: DeviceRates) -> Gai
     """The estimated gain over the runtime's nodes, or its fused node, at S = T = ``length``."""
     density = tile_density(problem, length, _TILE)
     flops = 2.0 * problem.num_heads * length * length * (problem.head_size + problem.value_head_size)
-    halves = problem.dtype != _FLOAT
-    rate = device.single if not halves else device.half if problem.head_size <= 128 else device.wide
+    is_16_bit = problem.dtype != _FLOAT
+    rate = device.single if not is_16_bit else device.half if problem.head_size <= 128 else device.wide
     rate *= _SHORT if density < _FEW else 1.0
     operator_time = _OWN + max(density, 1e-6) * flops / rate * 1e-6
     masked = not problem.mask.allows_all or problem.has_bias
     if problem.replaces_fused_node:
-        dense = device.runtime_single if not halves else device.biased if masked else device.flash
+        dense = device.runtime_single if not is_16_bit else device.biased if masked else device.flash
         return GainEstimate(length, density, (_LAUNCH + flops / dense * 1e-6) / operator_time)
-    scores = problem.num_heads * length * length * (2 if halves else 4)
+    scores = problem.num_heads * length * length * (2 if is_16_bit else 4)
     runtime_time = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
     # Products with so small an inner size run at a rate below that of fused attention.
-    runtime_time += flops / (device.biased if halves else device.runtime_single) * 1e-6
+    runtime_time += flops / (device.biased if is_16_bit else device.runtime_single) * 1e-6
     return GainEstimate(length, density, runtime_time / operator_time)
 
 
