@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from stof.errors import ModelError
@@ -223,10 +224,17 @@ class _Line:
             raise self.error(f"at most {MOST_DEPTH} levels")
 
     def _number(self, text: str) -> float:
+        is_hexadecimal = text[:2] in ("0x", "0X")
+        mantissa = re.split(
+            "[pP]" if is_hexadecimal else "[eE]", text.removeprefix(text[:2] if is_hexadecimal else "")
+        )[0]
         try:
-            return float.fromhex(text) if text[:2] in ("0x", "0X") else float(text)
+            number = float.fromhex(text) if is_hexadecimal else float(text)
         except (ValueError, OverflowError):
-            raise self.error("a floating-point number", text) from None
+            number = math.inf
+        if math.isinf(number) or (number == 0 and mantissa.strip("0.")):  # too large, or too small
+            raise self.error("a floating-point number", text)
+        return number
 
     def _atom(self) -> ExpressionNode:
         if self.take("("):
@@ -278,24 +286,24 @@ class _Line:
         return self._affine()
 
     def _affine(self) -> AffineIndex:
-        terms: dict[str, int] = {}
-        constant, first = 0, True
+        sums: dict[str, int] = {}
+        sign = self.take("-")
         while True:
-            sign = self.take("+", "-")
-            if not sign and not first:
-                return AffineIndex(tuple(terms.items()), constant)
-            first = False
-            factor = -1 if sign == "-" else 1
-            kind = self.tokens[self.position][0] if self.position < len(self.tokens) else ""
-            if kind == "number":
+            factor, axis = -1 if sign == "-" else 1, ""
+            is_number = self.position < len(self.tokens) and self.tokens[self.position][0] == "number"
+            if is_number:
                 factor *= self.integer()
-                if not self.take("*"):
-                    constant += factor
-                    continue
-            name = self.name()
-            if name not in self.known_axes:
-                raise self.error("an axis", name)
-            terms[name] = terms.get(name, 0) + factor
+            if not is_number or self.take("*"):
+                axis = self.name()
+                if axis not in self.known_axes:
+                    raise self.error("an axis", axis)
+            sums[axis] = sums.get(axis, 0) + factor
+            if abs(sums[axis]) > LARGEST_INTEGER:
+                raise self.error("an index whose terms add up to at most 2^31", str(sums[axis]))
+            sign = self.take("+", "-")
+            if not sign:
+                constant = sums.pop("", 0)
+                return AffineIndex(tuple(sums.items()), constant)
 
 
 def _is_reserved(name: str) -> bool:
