@@ -14,7 +14,7 @@ from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
 from stof.interrupts import end_by_signals, report_interrupt
-from stof.options import CHAINS, STANDARD_OUTPUT, Options
+from stof.options import CHAINS, STANDARD_OUTPUT, UNPAD, Options
 from stof.progress import step_log
 from stof.selection import EVERY_ATTENTION
 from stof.targets import CPU, TARGETS
@@ -102,6 +102,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         default="on",
         help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
+    )
+    group.add_argument(
+        "--unpad",
+        choices=UNPAD,
+        default="auto",
+        help="leave rows of padding out of the whole encoder; auto: where no output depends on them; on: they become 0 in outputs",
     )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
 
@@ -263,6 +269,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ignore_empty_rows=arguments.empty_rows == "ignore",
         chains=arguments.chains,
         products=arguments.products == "on",
+        unpad=arguments.unpad,
         tune=arguments.tune or 0.0,
         ignore_measurements=arguments.ignore_measurements,
         plan=arguments.plan,

@@ -10,6 +10,7 @@ from stof.cached_attention.rewrite import CACHED_ATTENTION
 from stof.fusion.rewrite import FUSION
 from stof.op_rewrite import OpRewrite
 from stof.sparse_mlp.rewrite import SPARSE_MLP
+from stof.unpadding.rewrite import UNPADDING
 
-OPS: tuple[OpRewrite[Any, Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, SPARSE_MLP, FUSION)
+OPS: tuple[OpRewrite[Any, Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, UNPADDING, SPARSE_MLP, FUSION)
 PLAN_FORMATS = {op.key: op.plan_format for op in OPS}

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 CHAINS = ("on", "off", "auto")
+UNPAD = ("on", "off", "auto")
 STANDARD_OUTPUT = Path("-")  # in the place of a file for the report as JSON
 
 
@@ -63,6 +64,7 @@ class OptionArguments(TypedDict, total=False):
     force: bool
     ignore_empty_rows: bool
     chains: str
+    unpad: str
     products: bool
     tune: float
     ignore_measurements: bool
@@ -102,6 +104,8 @@ class Options:
         ignore_empty_rows: fully masked rows may give another result than in the original.
         chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is
             estimated.
+        unpad: "on", "off" or "auto": whether rows of padding are left out of what computes each token by itself; "auto": where
+            no output depends on them; "on": they become 0 in outputs that have rows for all positions.
         products: matmuls may become StofGemm.
         tune: seconds for measuring kernels (CUDA) and chains instead of estimating.
         ignore_measurements: nothing that earlier runs with ``tune`` measured on this device decides.
@@ -136,6 +140,7 @@ class Options:
     force: bool = False
     ignore_empty_rows: bool = False
     chains: str = "auto"
+    unpad: str = "auto"
     products: bool = True
     tune: float = 0.0
     ignore_measurements: bool = False
@@ -183,6 +188,7 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("only", "skip"), check_texts),
     "target": one_of(*TARGETS, meant={"gpu": "cuda", "trt": "tensorrt"}),
     "chains": one_of(*CHAINS),
+    "unpad": one_of(*UNPAD),
     "explain": or_none(check_text),
     "max_kl": check_number,
     "shapes": _check_shapes,

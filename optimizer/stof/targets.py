@@ -19,6 +19,7 @@ class Target:
         keeps_plugins: the operators become TensorRT plugins: nodes hold what its parser needs, which reads no function bodies.
         has_inplace_ops: an operator may write into one of its inputs, as into a KV cache.
         reads_packed_heads: StofAttention reads heads inside of a wider tensor.
+        packs_sequences: StofAttention takes packed sequences, without rows of padding.
         times_models: ``--time`` can time whole models.
         times_chains: measurements decide about fused chains. TensorRT measures by itself.
         estimates_gains: estimates tell whether an attention gains over what the runtime has for it.
@@ -34,6 +35,7 @@ class Target:
     keeps_plugins: bool = False
     has_inplace_ops: bool = True
     reads_packed_heads: bool = True
+    packs_sequences: bool = False
     times_models: bool = False
     times_chains: bool = True
     estimates_gains: bool = True
@@ -42,7 +44,7 @@ class Target:
     has_cuda_gemm: bool = False
 
 
-CPU = Target(name="cpu", provider="CPUExecutionProvider", uses_gpu=False, times_models=True, has_cpu_gemm=True)
+CPU = Target(name="cpu", provider="CPUExecutionProvider", uses_gpu=False, packs_sequences=True, times_models=True, has_cpu_gemm=True)
 CUDA = Target(
     name="cuda",
     provider="CUDAExecutionProvider",

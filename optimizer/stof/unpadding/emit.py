@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes regions of real tokens: the only step that changes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of, topological_order
+from stof.graph.node_builder import Builder
+from stof.graph.protobuf import copy_model
+from stof.symbolic import Symbolic
+from stof.symbolic.algebra.terms import Int, integer
+from stof.symbolic.tensor import Shape
+from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
+from stof.unpadding.regions import ATTENTION, Region
+from stof.unpadding.rules import attention_layouts
+from stof.unpadding.token_axes import TokenAxes
+
+_PADDED = "_padded"
+
+
+def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[Region]) -> onnx.ModelProto:
+    """A copy of the model in which the nodes of the regions run on real tokens.
+
+    Args:
+        model: with StofAttention nodes.
+        symbolic: of this model.
+        regions: with no node in common.
+    """
+    written = copy_model(model)
+    taken = {n for node in all_nodes(written.graph.node) for n in node_tensors(node)}
+    taken |= {v.name for v in (*written.graph.input, *written.graph.initializer)}
+    nodes: list[onnx.NodeProto] = []
+    changed: set[str] = set()
+    kinds: dict[int, Sequences] = {}
+    sources: dict[int, tuple[str, str]] = {}
+    for number, region in enumerate(regions):
+        prefix = f"stof_unpad{number}_"
+        while any(name.startswith(prefix) for name in taken):
+            prefix = f"_{prefix}"
+        writer = _Writer(written, symbolic, region, Builder(opset_of(model), prefix))
+        writer.rewrite()
+        nodes += writer.builder.nodes
+        changed |= writer.unpadded.keys()
+        for i in region.sites | region.cross_sites:
+            kinds[i] = Sequences.ALL if i in region.sites else Sequences.KEYS
+            sources[i] = (writer.cumulative, writer.first_position)
+    _add_roles(written, kinds, sources)
+    written.graph.node.extend(nodes)
+    _sort(written.graph)
+    kept = [v for v in written.graph.value_info if v.name not in changed]
+    del written.graph.value_info[:]
+    written.graph.value_info.extend(kept)
+    return written
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    nodes = list(graph.node)
+    ordered = [nodes[i] for i in topological_order(nodes)]
+    del graph.node[:]
+    graph.node.extend(ordered)
+
+
+def _add_roles(model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: Mapping[int, tuple[str, str]]) -> None:
+    """Gives all attention nodes two more operands, and the function that they share what it does with them."""
+    pad_slot = -1
+    for i, node in enumerate(model.graph.node):
+        if node.domain != DOMAIN or node.op_type != ATTENTION:
+            continue
+        operands = next(a for a in node.attribute if a.name == "operands")
+        kind = kinds.get(i, Sequences.NONE)
+        roles = operands.s.decode().split()
+        if kind is Sequences.NONE:
+            node.input.extend([node.input[0]] * 2)
+            roles += ["unused", "unused"]
+        else:
+            pad_slot = roles.index("pad")
+            node.input.extend(sources[i])
+            roles += [CUMULATIVE if kind is Sequences.ALL else CUMULATIVE_KEYS, FIRST]
+        operands.s = " ".join(roles).encode()
+        node.attribute.append(helper.make_attribute(SEQUENCES, kind.value))
+    for function in model.functions:
+        if function.domain == DOMAIN and function.name == ATTENTION:
+            layouts = next(attention_layouts(n) for n in model.graph.node if n.domain == DOMAIN and n.op_type == ATTENTION)
+            function.CopyFrom(add_sequences(function, layouts, pad_slot, {kinds.get(i, Sequences.NONE) for i in _calls(model)}))
+
+
+def _calls(model: onnx.ModelProto) -> Iterable[int]:
+    return (i for i, n in enumerate(model.graph.node) if n.domain == DOMAIN and n.op_type == ATTENTION)
+
+
+class _Writer:
+    """Rewrites one region of a model in place; new nodes are the builder's."""
+
+    def __init__(self, model: onnx.ModelProto, symbolic: Symbolic, region: Region, builder: Builder) -> None:
+        self.graph = model.graph
+        self.symbolic = symbolic
+        self.region = region
+        self.builder = builder
+        self.unpadded = region.unpadded(self.graph.node)
+        self.gathered: dict[tuple[str, TokenAxes], str] = {}
+        self.as_source = _inputs_as(model.graph, region.source)
+        self.padded: dict[str, str] = {}
+        self.original: dict[str, str] = {}  # names that tensors had, where they are others now
+        self.cumulative = self.first_position = self.index = self.rows = self.positions = self.sequences = ""
+        self.batch = self.length = ""
+
+    def rewrite(self) -> None:
+        """Writes the indices of the real tokens, and what of the graph reads or gives unpadded tensors."""
+        self._find_tokens()
+        for output in self.graph.output:
+            if output.name in self.unpadded:
+                self._keep_output(output.name)
+        for i, node in enumerate(self.graph.node):
+            if i in self.region.nodes:
+                self._rewrite_node(i, node)
+            elif i in self.region.sizes and node.input[0] in self.unpadded:
+                self._replace_size(node, node.input[0])
+            else:
+                self._pad_inputs(i, node)
+
+    def _keep_output(self, name: str) -> None:
+        """An output of the model keeps its name, with rows of padding; the region writes a tensor of another name."""
+        inner = f"{self.builder.prefix}{name}"
+        for node in self.graph.node:
+            for names in (node.input, node.output):
+                for j, found in enumerate(names):
+                    if found == name:
+                        names[j] = inner
+        self.unpadded[inner] = self.unpadded.pop(name)
+        self.original[inner] = name
+        self._write_padded(inner)
+        self.builder.nodes[-1].output[0] = name
+        self.padded[inner] = name
+
+    # ---- which tokens there are ----
+    def _find_tokens(self) -> None:
+        """The tokens of each sequence: from its first real one to its last; all, where it has none or others are read."""
+        b, mask = self.builder, self.region.mask
+        sizes = b.add("Shape", [self.region.source])
+        self.batch, self.length = (b.add("Gather", [sizes, b.constant(i)]) for i in range(2))
+        real = b.add("Cast", [self._expanded(mask.tensor, TokenAxes(0, 1))], to=TensorProto.BOOL)
+        if mask.is_inverted:
+            real = b.add("Not", [real])
+        zero, one = b.constant(0), b.constant(1)
+        number = b.add("Cast", [real], to=TensorProto.FLOAT)
+        first = b.add("ArgMax", [number], axis=1, keepdims=1)
+        last = b.add("ArgMax", [number], axis=1, keepdims=1, select_last_index=1)
+        for position in sorted({r.position for r in self.region.reads}):
+            at = b.constant(position) if position >= 0 else b.add("Add", [self.length, b.constant(position)])
+            is_outside = b.add("Or", [b.add("Less", [at, first]), b.add("Greater", [at, last])])
+            first = b.add("Where", [is_outside, zero, first])
+            last = b.add("Where", [is_outside, b.add("Sub", [self.length, one]), last])
+        row = b.add("Range", [zero, self.length, one])
+        before, behind = b.add("Less", [row, first]), b.add("Greater", [row, last])
+        outside = b.add("Or", [before, behind])
+        found = b.add("NonZero", [b.add("Not", [outside])])
+        self.sequences, self.positions = (b.add("Gather", [found, b.constant(i)]) for i in range(2))
+        self.index = b.unsqueeze(b.add("Transpose", [found], perm=[1, 0]), [0])
+        self.rows = b.add("Add", [b.add("Mul", [self.sequences, self.length]), self.positions])
+        length = b.add("Squeeze", [b.add("Add", [b.add("Sub", [last, first]), one]), b.constant([1])])
+        ends = b.add("Concat", [b.constant([0]), b.add("CumSum", [length, zero])], axis=0)
+        self.cumulative = b.add("Cast", [ends], to=TensorProto.INT32)
+        self.first_position = b.add("Cast", [b.add("Squeeze", [first, b.constant([1])])], to=TensorProto.INT32)
+
+    # ---- nodes of the region ----
+    def _rewrite_node(self, i: int, node: onnx.NodeProto) -> None:
+        row_wise = self.region.nodes[i]
+        for j, axes in row_wise.inputs.items():
+            if node.input[j] not in self.unpadded:
+                node.input[j] = self._gather(node.input[j], axes)
+        if row_wise.shape is not None:
+            at, shape = row_wise.shape
+            while len(node.input) <= at:
+                node.input.append("")
+            node.input[at] = self.builder.constant(list(shape))
+            kept = [a for a in node.attribute if a.name not in ("shape", "allowzero")]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+
+    def _gather(self, tensor: str, axes: TokenAxes) -> str:
+        """The real tokens of a tensor that the graph has padded."""
+        key = (tensor, axes)
+        if key in self.gathered:
+            return self.gathered[key]
+        b, source = self.builder, tensor
+        if not axes.merged:
+            tensor = self._expanded(tensor, axes)
+        if axes.merged:
+            found = b.add("Gather", [tensor, self.rows], axis=axes.position)
+        elif axes.is_whole:
+            rank = self._rank(source)
+            order = [axes.batch, axes.position, *(a for a in range(rank) if a not in axes.axes)]
+            perm = [a for a in order if a is not None]
+            found = self._transposed(b.add("GatherND", [self._transposed(tensor, perm), self.index]), _inverse(perm))
+        elif axes.position is not None:
+            found = b.add("Gather", [tensor, self.positions], axis=axes.position)
+        else:
+            # [.., B, 1, ..]: what all tokens of a sequence have in common.
+            assert axes.batch is not None
+            found = b.add("Gather", [tensor, self.sequences], axis=axes.batch)
+            perm = list(range(self._rank(source)))
+            perm[axes.batch], perm[axes.batch + 1] = perm[axes.batch + 1], perm[axes.batch]
+            found = b.add("Transpose", [found], perm=perm)
+        self.gathered[key] = found
+        return found
+
+    def _expanded(self, tensor: str, axes: TokenAxes) -> str:
+        """A tensor with a row for each token: where a size has a name of its own in the model, it may be 1 in a run."""
+        if tensor in self.as_source:
+            return tensor
+        batch, length = self.region.shape
+        wanted = {axes.batch: batch, axes.position: length}
+        sizes = [wanted.get(a, integer(1)) for a in range(self._rank(tensor))]
+        return self.builder.add("Expand", [tensor, self._sizes(sizes)])
+
+    def _transposed(self, tensor: str, perm: Sequence[int]) -> str:
+        if list(perm) == sorted(perm):
+            return tensor
+        return self.builder.add("Transpose", [tensor], perm=list(perm))
+
+    def _shape(self, tensor: str) -> Shape:
+        shape = self.symbolic.shape(self.original.get(tensor, tensor))
+        assert shape is not None
+        return shape
+
+    def _rank(self, tensor: str) -> int:
+        return len(self._shape(tensor))
+
+    # ---- what reads the region ----
+    def _pad_inputs(self, i: int, node: onnx.NodeProto) -> None:
+        """Gives a node outside the padded forms of what it reads; attention with unpadded keys reads these as they are."""
+        kept = (1, 2) if i in self.region.cross_sites else ()
+        for j, name in enumerate(node.input):
+            if name in self.unpadded and j not in kept:
+                node.input[j] = self._pad(name)
+
+    def _pad(self, name: str) -> str:
+        """A tensor of the region with rows of padding, which are 0."""
+        if name not in self.padded:
+            self.padded[name] = self._write_padded(name)
+        return self.padded[name]
+
+    def _write_padded(self, name: str) -> str:
+        b, axes, shape = self.builder, self.unpadded[name], self._shape(name)
+        dtype = self.symbolic.dtype(self.original.get(name, name))
+        zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(dtype))
+        fill = helper.make_tensor("value", dtype, [1], zero.tobytes(), raw=True)
+        if axes.merged:
+            perm = [axes.position or 0, *(a for a in range(len(shape)) if a != axes.position)]
+            index = b.unsqueeze(self.rows, [1])
+        else:
+            perm = [axes.batch or 0, axes.position or 0, *(a for a in range(len(shape)) if a not in axes.axes)]
+            index = self.index
+        zeros = b.add("ConstantOfShape", [self._sizes([shape[a] for a in perm], axes.merged)], value=fill)
+        tokens = self._transposed(name, perm)
+        return self._transposed(b.add("ScatterND", [zeros, index, tokens]), _inverse(perm))
+
+    def _sizes(self, sizes: Sequence[Int], is_merged: bool = False) -> str:
+        """A shape as a tensor."""
+        b, (batch, length) = self.builder, self.region.shape
+        parts: list[str] = []
+        for size in sizes:
+            if size.constant is not None:
+                parts.append(b.constant([size.constant]))
+            elif size == batch * length:
+                parts.append(b.unsqueeze(b.add("Mul", [self.batch, self.length]), [0]))
+            else:
+                parts.append(b.unsqueeze(self.batch if size == batch else self.length, [0]))
+        return b.add("Concat", parts, axis=0)
+
+    def _replace_size(self, node: onnx.NodeProto, name: str) -> None:
+        """Has a Shape node give the shape of the padded tensor, without that tensor."""
+        shape = self._shape(name)
+        start, end = (next((a.i for a in node.attribute if a.name == n), d) for n, d in (("start", 0), ("end", len(shape))))
+        sizes = self._sizes(shape[start:end])
+        node.op_type = "Identity"
+        del node.attribute[:]
+        node.input[0] = sizes
+
+
+def _inverse(perm: Sequence[int]) -> list[int]:
+    return [list(perm).index(i) for i in range(len(perm))]
+
+
+def _inputs_as(graph: onnx.GraphProto, source: str) -> set[str]:
+    """The inputs whose first two sizes are those of another one by their names or numbers."""
+
+    def sizes(value: onnx.ValueInfoProto) -> list[bytes]:
+        return [d.SerializeToString() for d in value.type.tensor_type.shape.dim[:2] if d.dim_param or d.dim_value]
+
+    own = next(sizes(i) for i in graph.input if i.name == source)
+    return {source} | {i.name for i in graph.input if len(own) == 2 and sizes(i) == own}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local function of StofAttention for calls with packed sequences (docs/reference/operators.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+import onnx
+from onnx import TensorProto, helper
+
+from stof.graph.node_builder import Builder
+from stof.unpadding.rules import layout_axes
+
+CUMULATIVE, CUMULATIVE_KEYS, FIRST = "cumulative_sequence_length", "cumulative_key_length", "first_position"  # roles
+SEQUENCES = "sequences"  # the attribute by which the function knows what is packed; kernels go by the roles
+
+
+class Sequences(Enum):
+    """Which tensors of a call are packed sequences."""
+
+    NONE = 0
+    ALL = 1
+    KEYS = 2
+
+
+def add_sequences(
+    function: onnx.FunctionProto, layouts: Sequence[str], pad_slot: int, kinds: Collection[Sequences]
+) -> onnx.FunctionProto:
+    """The function for calls with two more operands: packed tensors are padded before the body, and the output packed behind it.
+
+    Every call must have the attribute ``sequences`` and both operands, of role ``unused`` where nothing is packed.
+
+    Args:
+        function: the function of calls without.
+        layouts: of query, key, value and output at the calls.
+        pad_slot: the operand with the key padding mask, whose length is that of padded sequences.
+        kinds: those that calls have.
+    """
+    return _Body(function, layouts, pad_slot, kinds).write()
+
+
+class _Body:
+    def __init__(
+        self, function: onnx.FunctionProto, layouts: Sequence[str], pad_slot: int, kinds: Collection[Sequences]
+    ) -> None:
+        self.function = function
+        self.layouts = layouts
+        self.kinds = kinds
+        self.opset = next(e.version for e in function.opset_import if not e.domain)
+        operands = [n for n in function.input if n.startswith("operand")]
+        self.pad = f"operand{pad_slot}"
+        self.cumulative, self.first = (f"operand{len(operands) + i}" for i in range(2))
+        self.builder = Builder(self.opset, "q_")
+
+    def write(self) -> onnx.FunctionProto:
+        """The function."""
+        b = self.builder
+        kind = b.name()
+        constant = helper.make_node("Constant", [], [kind], name=kind)
+        reference = constant.attribute.add()
+        reference.name, reference.ref_attr_name, reference.type = "value_int", SEQUENCES, onnx.AttributeProto.INT
+        b.nodes.append(constant)
+        names = {}
+        for i, tensor in enumerate(("query", "key", "value")):
+            packed = {Sequences.ALL} if i == 0 else {Sequences.ALL, Sequences.KEYS}
+            names[tensor] = self._choose(tensor, packed, kind, self.layouts[i], is_output=False)
+        result = onnx.FunctionProto()
+        result.CopyFrom(self.function)
+        nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in result.node]
+        for node in nodes:
+            for j, name in enumerate(node.input):
+                node.input[j] = names.get(name, name)
+            for j, name in enumerate(node.output):
+                if name == "output":
+                    node.output[j] = "padded_output"
+        before = list(b.nodes)
+        b.nodes.clear()
+        last = self._choose("padded_output", {Sequences.ALL}, kind, self.layouts[3], is_output=True)
+        b.nodes.append(helper.make_node("Identity", [last], ["output"], name="packed_output"))
+        del result.node[:]
+        result.node.extend([*before, *nodes, *b.nodes])
+        result.input.extend([self.cumulative, self.first])
+        result.attribute.append(SEQUENCES)
+        return result
+
+    def _choose(self, tensor: str, packed: set[Sequences], kind: str, layout: str, *, is_output: bool) -> str:
+        """The tensor as the body takes or the call gives it: converted for calls whose kind is one of ``packed``."""
+        b = self.builder
+        work = self._pack if is_output else self._pad
+        if not packed.intersection(self.kinds):
+            return tensor
+        if packed.issuperset(self.kinds):
+            return work(b, tensor, layout)
+        inner = Builder(self.opset, f"q_{tensor}_")
+        converted = work(inner, tensor, layout)
+        then = _branch(inner.nodes, converted, f"{tensor}_packed")
+        other = _branch([], tensor, f"{tensor}_as_it_is")
+        conditions = [b.add("Equal", [kind, b.constant(p.value)]) for p in sorted(packed, key=lambda p: p.value)]
+        condition = conditions[0] if len(conditions) == 1 else b.add("Or", conditions)
+        return b.add("If", [condition], then_branch=then, else_branch=other)
+
+    def _cumulative(self, b: Builder) -> str:
+        return b.add("Cast", [self.cumulative], to=TensorProto.INT64)
+
+    def _index(self, b: Builder, count: str) -> str:
+        """[L, 2]: sequence and position of each token."""
+        row = b.add("Range", [b.constant(0), count, b.constant(1)])
+        cumulative = self._cumulative(b)
+        limits = [b.constant([1]), b.constant([2**31 - 1]), b.constant([0])]
+        ends = b.unsqueeze(b.add("Slice", [cumulative, *limits]), [0])
+        is_behind = b.add("Not", [b.add("Less", [b.unsqueeze(row, [1]), ends])])
+        sequence = b.add("ReduceSum", [b.add("Cast", [is_behind], to=TensorProto.INT64), b.constant([1])], keepdims=0)
+        first = b.add("Gather", [b.add("Cast", [self.first], to=TensorProto.INT64), sequence])
+        position = b.add("Add", [b.add("Sub", [row, b.add("Gather", [cumulative, sequence])]), first])
+        return b.add("Concat", [b.unsqueeze(sequence, [1]), b.unsqueeze(position, [1])], axis=1)
+
+    def _pad(self, b: Builder, tensor: str, layout: str) -> str:
+        """[1, L, ...] as [B, T, ...] in the tensor's layout.
+
+        Rows of padding hold other tokens: as keys they are forbidden by the mask, and as queries no one reads them.
+        """
+        is_bhsd = layout_axes(layout).position == 2
+        rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
+        rows = b.add("Squeeze", [rows, b.constant([0])])
+        length = b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
+        starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
+        before = b.add("Sub", [starts, b.add("Cast", [self.first], to=TensorProto.INT64)])
+        position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])
+        row = b.add("Add", [b.unsqueeze(before, [1]), position])
+        last = b.add("Sub", [b.add("Gather", [b.add("Shape", [rows]), b.constant(0)]), b.constant(1)])
+        row = b.add("Max", [b.add("Min", [row, last]), b.constant(0)])
+        padded = b.add("Gather", [rows, row])
+        return b.add("Transpose", [padded], perm=[0, 2, 1, 3]) if is_bhsd else padded
+
+    def _pack(self, b: Builder, tensor: str, layout: str) -> str:
+        """[B, S, ...] as [1, L, ...], in the tensor's layout."""
+        is_bhsd = layout_axes(layout).position == 2
+        rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
+        count = b.add("Gather", [self._cumulative(b), b.constant(-1)])
+        packed = b.unsqueeze(b.add("GatherND", [rows, self._index(b, count)]), [0])
+        return b.add("Transpose", [packed], perm=[0, 2, 1, 3]) if is_bhsd else packed
+
+
+def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str) -> onnx.GraphProto:
+    out = f"{name}_result"  # some runtimes refuse a branch output that no node of the branch writes
+    last = helper.make_node("Identity", [result], [out], name=out)
+    return helper.make_graph([*nodes, last], name, [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, None)])

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A padded batch's entry in a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stof.plan import Fields
+
+
+@dataclass(frozen=True)
+class UnpadPlan:
+    """The decision for the batch of one key padding mask. ``reason`` informs."""
+
+    batch: str
+    replace: bool
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The tensor of the mask."""
+        return self.batch
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as a JSON object; :func:`read_unpad_plan` reads it back."""
+        data: dict[str, Any] = {"batch": self.batch, "replace": self.replace}
+        return data | {"reason": self.reason} if self.reason else data
+
+
+def read_unpad_plan(where: str, location: str, entry: object) -> UnpadPlan:
+    """An entry from its JSON value; :class:`stof.plan.Fields` says what it raises."""
+    fields = Fields(where, location, entry, {"batch", "replace", "reason"})
+    return UnpadPlan(fields.text("batch", None), fields.take("replace", bool, None), fields.text("reason", ""))

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the regions of a graph that can run on real tokens alone.
+
+A region belongs to one key padding mask. Tokens are followed forwards from the model's inputs of its shape through nodes that
+compute each token by itself, and through attention under that mask. Then rows of padding are followed backwards from whatever reads
+them: a node is in the region where nobody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+
+from stof.graph.index import DOMAIN, captured_tensors, describe, find_needed, is_standard
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import print_node
+from stof.symbolic import Symbolic
+from stof.symbolic.algebra.terms import integer
+from stof.symbolic.tensor import Shape
+from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
+from stof.unpadding.token_axes import Context, RowWise, TokenAxes
+
+ATTENTION = "StofAttention"
+_ONE = integer(1)
+_PAD, _NOT_PAD = "pad[b, k]", "not pad[b, k]"
+# Results that are 0 (or false) wherever their first input is.
+_KEEPS_ZERO = frozenset(
+    {"Cast", "CastLike", "Identity", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Transpose", "Abs", "Neg", "Sign", "Relu"}
+)
+_ANY_FACTOR = frozenset({"Mul", "And"})
+
+
+@dataclass(frozen=True)
+class PadMask:
+    """A key padding mask [B, T] that attention reads.
+
+    Attributes:
+        tensor: its name.
+        is_inverted: whether padding is what is not zero.
+    """
+
+    tensor: str
+    is_inverted: bool = False
+
+
+@dataclass(frozen=True)
+class PositionRead:
+    """A node that reads one position of each sequence, which must then be among the tokens.
+
+    Attributes:
+        node: its index.
+        position: of all sequences; negative: from the end.
+    """
+
+    node: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """The nodes that run on real tokens.
+
+    Attributes:
+        mask: which tokens are real.
+        shape: the sizes B and T of the padded batch.
+        source: an input of the model that begins with both axes.
+        nodes: what is known of each of them, by its index in the graph.
+        sites: of these, the StofAttention nodes of which query, key and value are unpadded.
+        cross_sites: StofAttention nodes, none of the region, of which key and value are.
+        tokens: the axes of the tokens, by tensor.
+        reads: the positions that other nodes read.
+        sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
+    """
+
+    mask: PadMask
+    shape: Shape
+    source: str
+    nodes: Mapping[int, RowWise]
+    sites: frozenset[int]
+    cross_sites: frozenset[int]
+    tokens: Mapping[str, TokenAxes]
+    reads: tuple[PositionRead, ...] = ()
+    sizes: Mapping[int, str] = field(default_factory=dict)
+
+    def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:
+        """The tensors that the region writes, with their axes of tokens."""
+        return {
+            name: axes
+            for i, row_wise in self.nodes.items()
+            for name, axes in zip(nodes[i].output, row_wise.outputs, strict=False)
+            if name and axes is not None
+        }
+
+
+@dataclass(frozen=True)
+class MaskResult:
+    """What was found for one mask.
+
+    Attributes:
+        mask: the mask.
+        region: what can run on real tokens; None: nothing.
+        attentions: how many StofAttention nodes read the mask.
+        reason: why nothing can, or why some of them cannot; empty where all do.
+    """
+
+    mask: PadMask
+    region: Region | None
+    attentions: int
+    reason: str
+
+
+def find_regions(model: onnx.ModelProto, symbolic: Symbolic, opset: int) -> list[MaskResult]:
+    """The region of each key padding mask of a model whose attentions are StofAttention nodes."""
+    nodes = model.graph.node
+    masks: dict[PadMask, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.domain == DOMAIN and node.op_type == ATTENTION and (mask := find_pad_mask(node)) is not None:
+            masks.setdefault(mask, []).append(i)
+    taken: set[int] = set()
+    results: list[MaskResult] = []
+    for mask, sites in masks.items():
+        result = _Analysis(model, symbolic, opset, mask, sites).result(taken)
+        if result.region is not None:
+            taken |= result.region.nodes.keys()
+        results.append(result)
+    return results
+
+
+def find_pad_mask(node: onnx.NodeProto) -> PadMask | None:
+    """The padding that a StofAttention node's mask forbids in every row; None: there is none."""
+    texts = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
+    roles = texts.get("operands", "").split()
+    if "pad" not in roles or "cumulative_sequence_length" in roles or "cumulative_key_length" in roles:
+        return None
+    conjuncts = [print_node(c) for c in MaskExpression.parse(texts.get("mask", "")).conjuncts]
+    tensor = node.input[3 + roles.index("pad")]
+    if _PAD in conjuncts:
+        return PadMask(tensor)
+    return PadMask(tensor, True) if _NOT_PAD in conjuncts else None
+
+
+class _Analysis:
+    """One mask, and what follows from it in a graph."""
+
+    def __init__(
+        self, model: onnx.ModelProto, symbolic: Symbolic, opset: int, mask: PadMask, sites: Sequence[int]
+    ) -> None:
+        self.graph = model.graph
+        self.nodes = model.graph.node
+        self.symbolic = symbolic
+        self.opset = opset
+        self.mask = mask
+        self.attentions = frozenset(sites)
+        self.shape = self._padded_shape(sites[0])
+        self.source = ""
+        self.tokens: dict[str, TokenAxes] = {}
+        self.zero: set[str] = set()  # tensors that are 0 in all rows of padding
+        self.true: set[str] = set()  # conditions that hold there
+        self.known: dict[int, RowWise] = {}
+        self.needed: dict[str, str] = {}  # tensors whose rows of padding are read, with what reads them
+        self.captured = {n for node in self.nodes for n in captured_tensors(node)}
+
+    def result(self, taken: set[int]) -> MaskResult:
+        """The region, without the nodes that an earlier one has."""
+        if self.shape is None or self.shape[1] == _ONE:
+            return self._refusal("nothing is known of the sizes of its keys")
+        self._follow_tokens()
+        if not self.source:
+            return self._refusal("no input of the model has a batch of texts as long as the keys are")
+        reads, sizes = self._follow_padding()
+        before = find_needed([self.mask.tensor], self.nodes)  # what the mask is computed from
+        inside = {
+            i: row_wise
+            for i, row_wise in self.known.items()
+            if i not in taken
+            and self._is_unread(self.nodes[i])
+            and any(a is not None for a in row_wise.outputs)
+            and not before.intersection(self.nodes[i].output)
+        }
+        inside = self._connected(inside)
+        sites = frozenset(i for i in inside if i in self.attentions)
+        cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(i, inside))
+        if not sites:
+            return self._refusal(self._find_cause())
+        region = Region(self.mask, self.shape, self.source, inside, sites, cross, self.tokens)
+        unpadded = region.unpadded(self.nodes)
+        reads = [r for r in reads if self.nodes[r.node].input[0] in unpadded]
+        sizes = {i: name for i, name in sizes.items() if name in unpadded}
+        region = Region(self.mask, self.shape, self.source, inside, sites, cross, self.tokens, tuple(reads), sizes)
+        reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()
+        return MaskResult(self.mask, region, len(self.attentions), reason)
+
+    def _padded_shape(self, site: int) -> Shape | None:
+        """The sizes B and T of the keys of an attention."""
+        node = self.nodes[site]
+        shape, axes = self.symbolic.shape(node.input[1]), layout_axes(attention_layouts(node)[1])
+        return None if shape is None or axes.position is None else (shape[0], shape[axes.position])
+
+    def _refusal(self, reason: str) -> MaskResult:
+        return MaskResult(self.mask, None, len(self.attentions), reason)
+
+    # ---- forwards ----
+    def _follow_tokens(self) -> None:
+        assert self.shape is not None
+        for value in self.graph.input:
+            shape = self.symbolic.shape(value.name)
+            if shape is not None and len(shape) >= 2 and shape[:2] == self.shape:
+                self.tokens[value.name] = TokenAxes(0, 1)
+                self.source = self.source or value.name
+        self.tokens[self.mask.tensor] = TokenAxes(0, 1)
+        (self.true if self.mask.is_inverted else self.zero).add(self.mask.tensor)
+        for i, node in enumerate(self.nodes):
+            if self._keeps(node, self.zero):
+                self.zero.add(node.output[0])
+            if self._keeps(node, self.true):
+                self.true.add(node.output[0])
+            row_wise = self._row_wise(i, node)
+            if row_wise is None:
+                continue
+            self.known[i] = row_wise
+            for name, axes in zip(node.output, row_wise.outputs, strict=False):
+                if name and axes is not None:
+                    self.tokens[name] = axes
+
+    def _context(self, node: onnx.NodeProto) -> Context:
+        return Context(node, self.tokens, self.zero, self.true, self.symbolic, self.opset)
+
+    def _row_wise(self, i: int, node: onnx.NodeProto) -> RowWise | None:
+        context = self._context(node)
+        if i in self.attentions:
+            return self._attention(context)
+        row_wise = None if node.domain == DOMAIN else find_row_wise(context)
+        return row_wise if row_wise is not None and self._are_sizes_known(node, row_wise) else None
+
+    def _are_sizes_known(self, node: onnx.NodeProto, row_wise: RowWise) -> bool:
+        """Whether the shapes of results are of numbers and the sizes of the batch alone: so they can be written anywhere."""
+        assert self.shape is not None
+        batch, length = self.shape
+        for name, axes in zip(node.output, row_wise.outputs, strict=False):
+            shape = self.symbolic.shape(name) if name and axes is not None else ()
+            if shape is None or any(n.constant is None and n not in (batch, length, batch * length) for n in shape):
+                return False
+        return True
+
+    def _attention(self, context: Context) -> RowWise | None:
+        """Attention under the mask: the keys and values at padding are not read."""
+        layouts = attention_layouts(context.node)
+        wanted = [layout_axes(layout) for layout in layouts]
+        if any(context.axes_of(i) != wanted[i] for i in range(3)):
+            return None
+        results = context.attribute("results")
+        if results is not None and results.s:
+            return None
+        return RowWise((wanted[3],), dict(enumerate(wanted[:3])), None, frozenset({1, 2}))
+
+    def _keeps(self, node: onnx.NodeProto, fixed: set[str]) -> bool:
+        """Whether a result is 0 in all rows of padding (``fixed`` is ``self.zero``), or not 0 there (``self.true``)."""
+        if not is_standard(node) or not node.input:
+            return False
+        if node.op_type in _KEEPS_ZERO:
+            return node.input[0] in fixed
+        if node.op_type == "Not":
+            return node.input[0] in (self.true if fixed is self.zero else self.zero)
+        if fixed is self.zero:
+            is_compared = node.op_type == "Greater" and self._is_zero(node.input[1]) and node.input[0] in self.zero
+            return is_compared or (node.op_type in _ANY_FACTOR and any(n in self.zero for n in node.input))
+        if node.op_type == "Equal":
+            return any(one in self.zero and self._is_zero(other) for one, other in (node.input, node.input[::-1]))
+        return node.op_type == "Or" and any(n in self.true for n in node.input)
+
+    def _is_zero(self, name: str) -> bool:
+        return self.symbolic.uniform(name) == 0
+
+    # ---- backwards ----
+    def _follow_padding(self) -> tuple[list[PositionRead], dict[int, str]]:
+        """Finds what reads rows of padding, and the nodes that read one position or a shape alone."""
+        reads: list[PositionRead] = []
+        sizes: dict[int, str] = {}
+        for output in self.graph.output:
+            if output.name in self.tokens:
+                self._need([output.name], f"output {output.name!r} has a row for every position")
+        for name in self.captured & self.tokens.keys():
+            self._need([name], f"a subgraph reads {name!r}")
+        for i in reversed(range(len(self.nodes))):
+            node = self.nodes[i]
+            names = [n for n in node.input if n in self.tokens]
+            if not names:
+                continue
+            row_wise = self.known.get(i)
+            if row_wise is not None:
+                if not self._is_unread(node):
+                    cause = next(self.needed[n] for n in node.output if n in self.needed)
+                    self._need([n for j, n in enumerate(node.input) if j not in row_wise.ignored], cause)
+                if i in self.attentions:  # operands, which the operator reads by positions
+                    self._need([n for n in node.input[3:] if n != self.mask.tensor], f"{describe(node)} reads it")
+            elif is_standard(node) and node.op_type == "Shape":
+                sizes[i] = node.input[0]
+            elif (position := self._read_position(node)) is not None:
+                reads.append(PositionRead(i, position))
+            elif node.domain == DOMAIN and node.op_type == ATTENTION:
+                self._need_attention(i, node)
+            else:
+                self._need(names, f"{describe(node)} reads rows of padding")
+        return reads, sizes
+
+    def _need(self, names: Iterable[str], cause: str) -> None:
+        for name in names:
+            if name in self.tokens and name not in self.zero:
+                self.needed.setdefault(name, cause)
+
+    def _need_attention(self, i: int, node: onnx.NodeProto) -> None:
+        """An attention that is not row-wise: under this mask, keys and values at padding are not read all the same."""
+        layouts = attention_layouts(node)
+        for j, name in enumerate(node.input):
+            is_masked = i in self.attentions and j in (1, 2) and self.tokens.get(name) == layout_axes(layouts[j])
+            is_operand = j > 2  # the operator reads them by positions, whichever tokens there are
+            if not is_masked and not (is_operand and name == self.mask.tensor):
+                self._need([name], f"{describe(node)} reads rows of padding")
+
+    def _read_position(self, node: onnx.NodeProto) -> int | None:
+        """The position that a node reads of each sequence; None: it reads others, too."""
+        axes = self.tokens.get(node.input[0])
+        if not is_standard(node) or axes is None or axes.batch is None or axes.position is None:
+            return None
+        if any(n in self.tokens for n in node.input[1:]):
+            return None
+        context = self._context(node)
+        shape = context.shape(0)
+        if shape is None:
+            return None
+        if node.op_type == "Gather" and context.number("axis", 0) % len(shape) == axes.position:
+            indices = context.ints(1)
+            return indices[0] if indices is not None and len(indices) == 1 else None
+        if node.op_type == "Slice":
+            return self._read_slice(context, axes.position, len(shape))
+        return None
+
+    def _read_slice(self, context: Context, axis: int, rank: int) -> int | None:
+        starts, ends = context.numbers("starts", 1), context.numbers("ends", 2)
+        found = context.attribute("axes")
+        axes = list(found.ints) if found is not None else context.ints(3)
+        steps = context.ints(4) if context.has(4) else None
+        if starts is None or ends is None or (axes is None and context.has(3)) or (context.has(4) and steps is None):
+            return None
+        axes = list(range(len(starts))) if axes is None else [a % rank for a in axes]
+        if any(a == self.tokens[context.node.input[0]].batch for a in axes) or axis not in axes:
+            return None
+        at = axes.index(axis)
+        is_one = ends[at] == starts[at] + 1 or (starts[at] == -1 and ends[at] > 1 << 30)
+        return starts[at] if is_one and (steps is None or steps[at] == 1) else None
+
+    # ---- the region ----
+    def _is_unread(self, node: onnx.NodeProto) -> bool:
+        return not any(n in self.needed for n in node.output)
+
+    def _connected(self, inside: Mapping[int, RowWise]) -> dict[int, RowWise]:
+        """The nodes that tensors of the region connect with one of its attentions."""
+        writers = {n: i for i in inside for n in self.nodes[i].output if n}
+        group = {i: i for i in inside}
+
+        def find(i: int) -> int:
+            while group[i] != i:
+                group[i] = group[group[i]]
+                i = group[i]
+            return i
+
+        for i in inside:
+            for name in self.nodes[i].input:
+                if name in writers:
+                    group[find(i)] = find(writers[name])
+        kept = {find(i) for i in inside if i in self.attentions}
+        return {i: row_wise for i, row_wise in inside.items() if find(i) in kept}
+
+    def _has_unpadded_keys(self, i: int, inside: Mapping[int, RowWise]) -> bool:
+        """Whether key and value of an attention are written in the region, and nothing else of it."""
+        node = self.nodes[i]
+        written = {n for j in inside for n in self.nodes[j].output}
+        layouts = attention_layouts(node)
+        results = [a.s for a in node.attribute if a.name == "results"]
+        return (
+            all(node.input[j] in written and self.tokens[node.input[j]] == layout_axes(layouts[j]) for j in (1, 2))
+            and node.input[0] not in written
+            and not any(results)
+        )
+
+    def _find_cause(self) -> str:
+        """What reads rows of padding behind the first attention that stays padded."""
+        for i in sorted(self.attentions):
+            node = self.nodes[i]
+            for name in node.output:
+                if name in self.needed:
+                    return self.needed[name]
+            if i not in self.known:
+                sources = [n for n in node.input[:3] if n not in self.tokens]
+                if sources:
+                    return f"the tokens in {sources[0]!r} could not be followed"
+        return "its attention is not between tokens of one text"

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unpadding as an op of the pipeline: what lies between embeddings and pooling runs on real tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import onnx
+
+from stof.graph.index import DOMAIN, opset_of
+from stof.op_parts import LeftOut
+from stof.op_rewrite import Decisions, Job, OpRewrite
+from stof.plan import EntryFormat
+from stof.selection import NamedCandidate
+from stof.symbolic import Symbolic
+from stof.unpadding.emit import emit_regions
+from stof.unpadding.estimate import estimate_gains
+from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
+from stof.unpadding.regions import ATTENTION, MaskResult, Region, find_regions
+from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
+
+_OFF = "see --unpad"
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatches:
+    """The key padding masks of a model, and what can run on real tokens by each.
+
+    Attributes:
+        model: the model; its attentions are StofAttention nodes.
+        symbolic: of the model; None: it has no padded batch.
+        results: one for each mask.
+    """
+
+    model: onnx.ModelProto | None = None
+    symbolic: Symbolic | None = None
+    results: tuple[MaskResult, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class UnpadDecisions(Decisions):
+    """The decision for each padded batch of a model."""
+
+    batches: PaddedBatches
+    unpadded: UnpadSection
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def section(self) -> UnpadSection:
+        return self.unpadded
+
+    @property
+    def plan(self) -> tuple[UnpadPlan, ...]:
+        return tuple(UnpadPlan(r.batch, r.replaced, "" if r.replaced else r.reason) for r in self.unpadded.rows)
+
+    @property
+    def candidates(self) -> tuple[NamedCandidate, ...]:
+        return tuple(NamedCandidate(r.batch, r.index) for r in self.unpadded.rows)
+
+    @property
+    def has_replaced(self) -> bool:
+        return bool(self.regions)
+
+    def undo(self, reason: str) -> UnpadDecisions:
+        return replace(self, unpadded=self.unpadded.without(reason), regions=())
+
+
+class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions]):
+    """Leaves the rows of padding out of everything that computes each token by itself, and of attention."""
+
+    key = KEY
+    op_types: frozenset[str] = frozenset()  # the nodes are StofAttention's
+    names = NAMES
+    plan_format = EntryFormat("padded batch", read_unpad_plan)
+
+    def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> PaddedBatches:
+        if job.options.unpad == "off" or (job.plan is not None and KEY not in job.plan.entries):
+            return PaddedBatches()
+        before = model()
+        if not any(n.domain == DOMAIN and n.op_type == ATTENTION for n in before.graph.node):
+            return PaddedBatches(before)
+        with job.step("unpadding"):
+            symbolic = Symbolic(before)
+            results = tuple(find_regions(before, symbolic, opset_of(before)))
+        return PaddedBatches(before, symbolic if results else None, results)
+
+    def describe(self, job: Job, batches: PaddedBatches) -> PaddedBatches:
+        return batches  # a region is frozen, and no kernel chooses by it
+
+    def decide(self, job: Job, described: PaddedBatches) -> Decisions:
+        if job.options.unpad == "off" or (job.plan is not None and KEY not in job.plan.entries):
+            return LeftOut(self, _OFF)
+        candidates = [NamedCandidate(r.mask.tensor, i) for i, r in enumerate(described.results)]
+        self.check_plan(job, candidates)
+        rows: list[UnpadReport] = []
+        regions: list[Region] = []
+        for candidate, result in zip(candidates, described.results, strict=True):
+            reason = result.reason if result.region is None else ""
+            if not job.target.packs_sequences:
+                reason = f"the kernels for {job.target.name} take padded sequences"
+            reason = self.choice(job).reason_kept(candidate, reason)
+            row = UnpadReport(candidate.name, candidate.index, False, reason, of_attentions=result.attentions)
+            if reason or result.region is None:
+                rows.append(row)
+                continue
+            regions.append(result.region)
+            assert described.model is not None
+            assert described.symbolic is not None
+            rows.append(
+                replace(
+                    row,
+                    replaced=True,
+                    reason="replaced",
+                    nodes=len(result.region.nodes),
+                    attentions=len(result.region.sites),
+                    keys_only=len(result.region.cross_sites),
+                    gains=estimate_gains(described.model, described.symbolic, [result.region]),
+                    rest=result.reason,
+                )
+            )
+        return UnpadDecisions(described, UnpadSection(rows), tuple(regions))
+
+    def emit(self, job: Job, decided: Decisions) -> onnx.ModelProto:
+        assert isinstance(decided, UnpadDecisions)
+        batches = decided.batches
+        assert batches.model is not None
+        assert batches.symbolic is not None
+        with job.step("emit"):
+            return emit_regions(batches.model, batches.symbolic, decided.regions)
+
+    def empty_section(self) -> UnpadSection:
+        return UnpadSection()
+
+
+UNPADDING = UnpadRewrite()
