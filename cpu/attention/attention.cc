@@ -51,7 +51,7 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
   } else {
     layout.order = take(items * 4);
     if (problem.ring_tiles == 0) {
-      const int64_t keys = args.shape.B * args.shape.G * problem.panels * cpu::kPanel;
+      const int64_t keys = args.shape.G * problem.panels * cpu::kPanel;
       layout.keys = take(keys * args.shape.D * 4);
       if (problem.pack_values) layout.values = take(keys * RoundUp(args.shape.Dv, cpu::kPanel) * 4);
     }
@@ -78,9 +78,26 @@ void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
 // Orders items so that heads of the same rows are neighbours: they share the element masks that a worker evaluates. The
 // last rows, which are the longest of a causal mask, go first.
 void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
-  const int64_t heads = problem.args->shape.B * problem.args->shape.H;
+  const AttentionArgs& args = *problem.args;
   for (int64_t row = problem.tile_rows; row-- > 0;) {
-    for (int64_t head = 0; head < heads; ++head) *order++ = static_cast<uint32_t>(head * problem.tile_rows + row);
+    for (int64_t b = 0; b < args.shape.B; ++b) {
+      if (row * problem.m >= cpu::EndOfQueries(args, b)) continue;
+      for (int64_t h = 0; h < args.shape.H; ++h) {
+        *order++ = static_cast<uint32_t>((b * args.shape.H + h) * problem.tile_rows + row);
+      }
+    }
+  }
+}
+
+// Calls visit(item) for each tile row that exists.
+template <typename Visit>
+void ForEachItem(const cpu::AttentionProblem& problem, const Visit& visit) {
+  const AttentionArgs& args = *problem.args;
+  for (int64_t b = 0; b < args.shape.B; ++b) {
+    const int64_t rows = CeilDiv(cpu::EndOfQueries(args, b), problem.m);
+    for (int64_t head = b * args.shape.H; head < (b + 1) * args.shape.H; ++head) {
+      for (int64_t row = 0; row < rows; ++row) visit(head * problem.tile_rows + row);
+    }
   }
 }
 
@@ -88,21 +105,22 @@ void RowsOutermost(const cpu::AttentionProblem& problem, uint32_t* order) {
 // neighbours find keys and values in the cache. A counting sort: 64 classes of cost suffice.
 void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
   const AttentionArgs& args = *problem.args;
-  const int64_t count = args.shape.B * args.shape.H * problem.tile_rows;
-  if (args.mask.fixed.blocks() == nullptr) {
-    for (int64_t i = 0; i < count; ++i) order[i] = static_cast<uint32_t>(i);
+  const bool is_packed = args.sequences.given();
+  if (args.mask.fixed.blocks() == nullptr && !is_packed) {
+    int64_t count = 0;
+    ForEachItem(problem, [&](int64_t item) { order[count++] = static_cast<uint32_t>(item); });
     return;
   }
-  const BlockMask& mask = *args.mask.fixed.blocks();
   const int64_t words = problem.n / 32;
   const auto present = [&](int64_t b, int64_t tile) {
     if (problem.pad_bits == nullptr) return true;
+    if (tile >= problem.key_tiles) return false;  // of a longer mask than packed sequences need
     const uint32_t* bits = problem.pad_bits + (b * problem.key_tiles + tile) * words;
     return std::any_of(bits, bits + words, [](uint32_t word) { return word != 0; });
   };
-  const auto cost = [&](int64_t item) {
+  const auto tiles = [&](int64_t b, int64_t item) {
     const int64_t h = item / problem.tile_rows % args.shape.H;
-    const int64_t b = item / problem.tile_rows / args.shape.H;
+    const BlockMask& mask = *args.mask.fixed.blocks();
     const int64_t row = int64_t{mask.TableOf(b, h)} * mask.rows + item % problem.tile_rows;
     // A partial tile leaves out the panels without a pair: on average half as much work.
     int64_t sum = 0;
@@ -115,13 +133,22 @@ void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
     }
     return sum;
   };
+  // Sequences of own lengths differ in rows and keys, too.
+  const auto cost = [&](int64_t item) {
+    const int64_t b = item / problem.tile_rows / args.shape.H;
+    if (!is_packed) return tiles(b, item);
+    const int64_t keys = cpu::EndOfKeys(args, b), row0 = item % problem.tile_rows * problem.m;
+    const int64_t rows = std::min<int64_t>(problem.m, cpu::EndOfQueries(args, b) - row0);
+    return rows * (args.mask.fixed.blocks() == nullptr ? keys : std::min(keys, tiles(b, item) * problem.n / 2));
+  };
   constexpr int64_t kClasses = 64;
-  const int64_t unit = 2 * problem.key_tiles / kClasses + 1;
+  const int64_t most = is_packed ? problem.m * args.shape.T : 2 * problem.key_tiles;
+  const int64_t unit = most / kClasses + 1;
   int64_t begin[kClasses + 1] = {};
   const auto slot = [&](int64_t item) { return kClasses - 1 - std::min(kClasses - 1, cost(item) / unit); };
-  for (int64_t i = 0; i < count; ++i) ++begin[slot(i) + 1];
+  ForEachItem(problem, [&](int64_t item) { ++begin[slot(item) + 1]; });
   for (int64_t c = 0; c < kClasses; ++c) begin[c + 1] += begin[c];
-  for (int64_t i = 0; i < count; ++i) order[begin[slot(i)]++] = static_cast<uint32_t>(i);
+  ForEachItem(problem, [&](int64_t item) { order[begin[slot(item)]++] = static_cast<uint32_t>(item); });
 }
 
 // One pass over count items, taken in steps from a counter that all workers share. The result of an item does not
@@ -231,7 +258,22 @@ Status CheckForCpu(const AttentionArgs& args, const CpuAttentionConfig& config) 
   if (args.kv.columns != nullptr && args.kv.columns->packed() % config.n != 0) {
     return Status::Error("gathered columns fill whole tiles");
   }
+  const PackedSequences& sequences = args.sequences;
+  for (int64_t b = 0; sequences.given() && b < args.shape.B; ++b) {
+    const int64_t begin = sequences.starts[b], length = sequences.starts[b + 1] - begin;
+    if (begin >= 0 && length == args.kv.key_ends[b] && (!sequences.has_queries || length <= args.shape.S)) continue;
+    return Status::Error("packed sequence " + std::to_string(b) + " begins at row " + std::to_string(begin) +
+                         " and has " + std::to_string(length) + " rows, expected those of its keys");
+  }
   return Status();
+}
+
+// The number of tile rows of m queries in all heads.
+int64_t CountTileRows(const AttentionArgs& args, int64_t m) {
+  if (!args.sequences.has_queries) return args.shape.B * args.shape.H * CeilDiv(args.shape.S, m);
+  int64_t rows = 0;
+  for (int64_t b = 0; b < args.shape.B; ++b) rows += CeilDiv(cpu::EndOfQueries(args, b), m);
+  return rows * args.shape.H;
 }
 
 }  // namespace
@@ -248,8 +290,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   if (args.shape.T > config.n) config.n = 128;
   // Whole strips; fewer rows where threads would get less than four items each.
   config.m = 96;
-  while (config.m > 24 && args.shape.B * args.shape.H * CeilDiv(args.shape.S, config.m) < 4 * int64_t{threads})
-    config.m /= 2;
+  while (config.m > 24 && CountTileRows(args, config.m) < 4 * int64_t{threads}) config.m /= 2;
   return config;
 }
 
@@ -293,7 +334,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   if (problem.ring_tiles == 0) {
     problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
     problem.packed_values = reinterpret_cast<float*>(base + layout.values);
-    const int64_t panels = args.shape.B * args.shape.G * problem.panels;
+    const int64_t panels = args.shape.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
   // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.

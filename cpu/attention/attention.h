@@ -21,6 +21,20 @@ STOF_ALWAYS_INLINE int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
   return args.kv.key_ends == nullptr ? args.shape.T : args.kv.key_ends[b];
 }
 
+// The number of queries of a sequence.
+STOF_ALWAYS_INLINE int64_t EndOfQueries(const AttentionArgs& args, int64_t b) {
+  const PackedSequences& sequences = args.sequences;
+  return sequences.has_queries ? sequences.starts[b + 1] - sequences.starts[b] : args.shape.S;
+}
+
+// Elements in front of row 0 of a sequence: of key and value, of query and output.
+STOF_ALWAYS_INLINE int64_t BeginOfKeys(const AttentionArgs& args, const Strides& stride, int64_t b) {
+  return args.sequences.given() ? args.sequences.starts[b] * stride.s : b * stride.b;
+}
+STOF_ALWAYS_INLINE int64_t BeginOfQueries(const AttentionArgs& args, const Strides& stride, int64_t b) {
+  return args.sequences.has_queries ? args.sequences.starts[b] * stride.s : b * stride.b;
+}
+
 // The arrays of a BlockMask as kernels read them: they do not call functions of std::vector.
 struct BlockMaskArrays {
   int32_t rows = 0, layout_b = 1, layout_h = 1;
@@ -28,9 +42,11 @@ struct BlockMaskArrays {
   const uint32_t* bits = nullptr;
 };
 
-// The key tiles that the queries of one sequence may attend: all lie in [first, last).
+// The key tiles that the queries of one sequence may attend: all lie in [first, last). Each of its KV heads has so many
+// packed panels; those of the sequences before it are first_panel of each head.
 struct SequenceTiles {
   int64_t first = 0, last = 0;
+  int64_t first_panel = 0, panels = 0;
 };
 
 // Few queries: the KV splits of one KV head of a sequence, an item each.
@@ -45,9 +61,9 @@ struct AttentionProblem {
   const AttentionArgs* args = nullptr;
   BlockMaskArrays mask;  // of StaticMask::blocks
   int m = 0, n = 0;
-  int64_t tile_rows = 0;                     // ceil(S / m)
+  int64_t tile_rows = 0;                     // ceil(S / m); short packed sequences have fewer
   int64_t key_tiles = 0;                     // ceil(T / n)
-  int64_t panels = 0;                        // of the packed keys of a sequence
+  int64_t panels = 0;                        // of the packed keys of all sequences, for each KV head
   bool few_queries = false;                  // the path of KV splits and GQA packing
   bool in_place = false;                     // few queries: keys are read in place, not packed
   int64_t packed_heads = 1;                  // few queries: query heads of a group that share an item
@@ -64,8 +80,8 @@ struct AttentionProblem {
   int64_t element_slots = 0;           // tiles of StaticMask::elements that each worker keeps
   bool has_short_pages = false;        // the keys of a tile may lie on several pages: they are never read in place
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
-  float* packed_keys = nullptr;        // ring_tiles = 0: [B, G, panels, D, kPanel]
-  float* packed_values = nullptr;      // likewise, pack_values: [B, G, panels, kPanel, Dv rounded up to kPanel]
+  float* packed_keys = nullptr;        // ring_tiles = 0: of each sequence [G, its panels, D, kPanel]
+  float* packed_values = nullptr;      // likewise, pack_values: [G, panels, kPanel, Dv rounded up to kPanel]
   // The first key tiles hold gathered columns (KvArgs::columns): [B, G, column_tiles * n, D or Dv], dense.
   int64_t column_tiles = 0;
   const char* column_keys = nullptr;
@@ -78,9 +94,9 @@ struct AttentionProblem {
 struct AttentionKernels {
   size_t (*scratch_bytes)(const AttentionProblem& problem);         // of one worker, which gets it 64-byte aligned
   void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
-  // Packs panels [first, last) of the B * G * panels there are into packed_keys and packed_values.
+  // Packs panels [first, last) of the G * panels there are into packed_keys and packed_values.
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
-  // Attends one tile row, item of B * H * tile_rows; next is the worker's next one, or -1.
+  // Attends one tile row, item of B * H * tile_rows, which exists; next is the worker's next one, or -1.
   void (*attend_tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
   // Few queries: attends one KV split of the heads of one item.
   void (*attend_split)(const AttentionProblem& problem, int64_t item, void* scratch);

@@ -22,21 +22,23 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   const AttentionArgs& args = *problem.args;
   const Scratch scratch(problem, memory);
   // Heads are innermost, since exporters leave them side by side: a page of keys is met once, not once per head.
+  int64_t b = 0;
   for (int64_t i = first; i < last; ++i) {
-    const int64_t g = i % args.shape.G, b = i / args.shape.G / problem.panels;
-    const int64_t packed = i / args.shape.G % problem.panels, end = EndOfKeys(args, b);
-    const int64_t panel = problem.sequences[b].first * (problem.n / kPanel) + packed;
-    if (panel * kPanel >= Min(end, problem.sequences[b].last * problem.n)) continue;
-    const int64_t at = (b * args.shape.G + g) * problem.panels + packed;
+    const int64_t g = i % args.shape.G;
+    while (problem.sequences[b].first_panel + problem.sequences[b].panels <= i / args.shape.G) ++b;
+    const SequenceTiles& sequence = problem.sequences[b];
+    const int64_t packed = i / args.shape.G - sequence.first_panel, end = EndOfKeys(args, b);
+    const int64_t panel = sequence.first * (problem.n / kPanel) + packed;
+    const int64_t at = sequence.first_panel * args.shape.G + g * sequence.panels + packed;
     const int64_t item_size = SizeOf(KvType(args.shape)), count = Min(kPanel, end - panel * kPanel);
     const int64_t tile = panel * kPanel / problem.n, row = panel * kPanel % problem.n;
-    const char* keys =
-        static_cast<const char*>(args.key.data) + item_size * (b * args.key.stride.b + g * args.key.stride.h);
+    const char* keys = static_cast<const char*>(args.key.data) +
+                       item_size * (BeginOfKeys(args, args.key.stride, b) + g * args.key.stride.h);
     const Rows key_rows = RowsOfTile(problem, keys, args.key.stride.s, problem.column_keys, args.shape.D, b, g, tile);
     PackKeys(key_rows.From(row), count, args, scratch, problem.packed_keys + at * args.shape.D * kPanel);
     if (!problem.pack_values) continue;
-    const char* values =
-        static_cast<const char*>(args.value.data) + item_size * (b * args.value.stride.b + g * args.value.stride.h);
+    const char* values = static_cast<const char*>(args.value.data) +
+                         item_size * (BeginOfKeys(args, args.value.stride, b) + g * args.value.stride.h);
     const Rows value_rows =
         RowsOfTile(problem, values, args.value.stride.s, problem.column_values, args.shape.Dv, b, g, tile);
     CopyValues(value_rows.From(row), count, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
@@ -47,8 +49,8 @@ void AttendTileRow(const AttentionProblem& problem, int64_t item, int64_t next, 
   const AttentionArgs& args = *problem.args;
   const int64_t heads = args.shape.H * problem.tile_rows, rows = problem.tile_rows;
   AttentionWorker<false> worker(problem, memory);
-  const int64_t row0 = item % rows * problem.m;
-  worker.Begin(item / heads, item / rows % args.shape.H, 1, row0, Min(problem.m, args.shape.S - row0));
+  const int64_t b = item / heads, row0 = item % rows * problem.m;
+  worker.Begin(b, item / rows % args.shape.H, 1, row0, Min(problem.m, EndOfQueries(args, b) - row0));
   if (next >= 0) worker.QueuePrefetch(next / heads, next / rows % args.shape.H, next % rows * problem.m);
   worker.AttendTiles(0, problem.key_tiles, false);
   worker.Finish();

@@ -39,10 +39,12 @@ class AttentionWorker {
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
     key_end_ = EndOfKeys(args_, b);
-    keys_ =
-        static_cast<const char*>(args_.key.data) + stored_size_ * (b * args_.key.stride.b + g_ * args_.key.stride.h);
+    keys_ = static_cast<const char*>(args_.key.data) +
+            stored_size_ * (BeginOfKeys(args_, args_.key.stride, b) + g_ * args_.key.stride.h);
     values_ = static_cast<const char*>(args_.value.data) +
-              stored_size_ * (b * args_.value.stride.b + g_ * args_.value.stride.h);
+              stored_size_ * (BeginOfKeys(args_, args_.value.stride, b) + g_ * args_.value.stride.h);
+    key_position_ = args_.sequences.first_positions == nullptr ? 0 : args_.sequences.first_positions[b];
+    query_position_ = args_.sequences.has_queries ? key_position_ : 0;
     group_ = b * args_.shape.G + g_;
     prefetch_.Clear();
     LoadQueries();
@@ -51,15 +53,16 @@ class AttentionWorker {
 
   // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
   void QueuePrefetch(int64_t b, int64_t h, int64_t row0) {
-    const int64_t g = h / (args_.shape.H / args_.shape.G), rows = Min(problem_.m, args_.shape.S - row0);
-    const auto row = [](const void* base, int64_t item, const Strides& stride, int64_t batch, int64_t head,
+    const int64_t g = h / (args_.shape.H / args_.shape.G), rows = Min(problem_.m, EndOfQueries(args_, b) - row0);
+    const auto row = [](const void* base, int64_t item, const Strides& stride, int64_t begin, int64_t head,
                         int64_t position) {
-      return static_cast<const char*>(base) + item * (batch * stride.b + head * stride.h + position * stride.s);
+      return static_cast<const char*>(base) + item * (begin + head * stride.h + position * stride.s);
     };
-    prefetch_.Add(row(args_.query.data, item_size_, args_.query.stride, b, h, row0), item_size_ * args_.query.stride.s,
-                  rows, item_size_ * args_.shape.D);
-    prefetch_.Add(row(args_.output.data, item_size_, args_.output.stride, b, h, row0),
-                  item_size_ * args_.output.stride.s, rows, item_size_ * args_.shape.Dv);
+    const Strides &query = args_.query.stride, &output = args_.output.stride;
+    prefetch_.Add(row(args_.query.data, item_size_, query, BeginOfQueries(args_, query, b), h, row0),
+                  item_size_ * query.s, rows, item_size_ * args_.shape.D);
+    prefetch_.Add(row(args_.output.data, item_size_, output, BeginOfQueries(args_, output, b), h, row0),
+                  item_size_ * output.s, rows, item_size_ * args_.shape.Dv);
     int64_t first = 0, last = 0, tiles = problem_.key_tiles;
     if (args_.mask.fixed.blocks() != nullptr) {
       const int64_t here = MaskRow(b_, h_, row0_), there = MaskRow(b, h, row0);
@@ -71,11 +74,13 @@ class AttentionWorker {
         if (from < problem_.column_tiles) from = problem_.column_tiles;
         for (int64_t tile = from > last ? from : last; tile < to && tile < last + 2; ++tile) {
           const int64_t keys = Min(problem_.n, key_end_ - tile * problem_.n);
+          if (keys <= 0) break;  // of a longer packed sequence
           const int64_t key0 = (tile - problem_.column_tiles) * problem_.n;
-          prefetch_.Add(row(args_.key.data, stored_size_, args_.key.stride, b, g, key0),
-                        stored_size_ * args_.key.stride.s, keys, stored_size_ * args_.shape.D);
-          prefetch_.Add(row(args_.value.data, stored_size_, args_.value.stride, b, g, key0),
-                        stored_size_ * args_.value.stride.s, keys, stored_size_ * args_.shape.Dv);
+          const Strides &key = args_.key.stride, &value = args_.value.stride;
+          prefetch_.Add(row(args_.key.data, stored_size_, key, BeginOfKeys(args_, key, b), g, key0),
+                        stored_size_ * key.s, keys, stored_size_ * args_.shape.D);
+          prefetch_.Add(row(args_.value.data, stored_size_, value, BeginOfKeys(args_, value, b), g, key0),
+                        stored_size_ * value.s, keys, stored_size_ * args_.shape.Dv);
         }
       }
     }
@@ -126,7 +131,7 @@ class AttentionWorker {
       if (args_.output.lse != nullptr) StoreLogSum(r, sum);
       if (sum != 0.0f) {
         WriteRow(r, 1.0f / (sum + SinkWeight(r)));
-      } else if (args_.mask.empty_rows == EmptyRows::kAll) {
+      } else if (args_.mask.empty_rows == EmptyRows::kAll && key_end_ > 0) {
         all = true;
       } else {
         WriteEmptyRow(r);
@@ -262,29 +267,6 @@ class AttentionWorker {
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
 
-  __attribute__((noinline)) void LoadQueries() {
-    const char* query = static_cast<const char*>(args_.query.data) + item_size_ * b_ * args_.query.stride.b;
-    const V factor = Simd::Set1(args_.scores.scale);
-    const bool plain = args_.shape.dtype == DType::kF32 && args_.shape.D % kPanel == 0;
-    for (int r = 0; r < PaddedRows(); ++r) {
-      float* to = scratch_.q + r * scratch_.ldq;
-      const float* from = to;
-      int64_t d = 0;
-      if (r < rows_) {
-        const char* row =
-            query + item_size_ * (HeadOf(r) * args_.query.stride.h + (row0_ + QueryOf(r)) * args_.query.stride.s);
-        if (plain) {
-          from = reinterpret_cast<const float*>(row);
-        } else {
-          ToFloats(row, args_.shape.dtype, args_.shape.D, to);
-        }
-        d = args_.shape.D;
-      }
-      for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
-      for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
-      if (args_.kv.key_scale.data != nullptr && r < rows_) ScaleRow(args_.kv.key_scale, args_.shape.D, to);
-    }
-  }
   // Applies the scales of quantized keys to a query, or of values to an output.
   void ScaleRow(const KvScale& scale, int64_t size, float* row) const {
     const float* const own = scale.data + g_ * scale.stride_g;
@@ -396,6 +378,11 @@ class AttentionWorker {
   }
 
   // ---- cpu/attention/scores.h ----
+  __attribute__((noinline)) void LoadQueries();
+  int64_t FirstPanel() const {
+    const SequenceTiles& sequence = problem_.sequences[b_];
+    return sequence.first_panel * args_.shape.G + g_ * sequence.panels;
+  }
   // The element mask of a tile without stored bits, nullptr where it is full; false: the tile is empty.
   __attribute__((noinline)) bool FindElements(int64_t tile, const uint32_t** bits) const;
   // words_ and word_stride_ (0: the same for all rows) of the tile. False: nothing is allowed; words_ nullptr:
@@ -432,7 +419,7 @@ class AttentionWorker {
   // ---- output ----
   char* OutputRow(int r) const {
     return static_cast<char*>(args_.output.data) +
-           item_size_ * (b_ * args_.output.stride.b + HeadOf(r) * args_.output.stride.h +
+           item_size_ * (BeginOfQueries(args_, args_.output.stride, b_) + HeadOf(r) * args_.output.stride.h +
                          (row0_ + QueryOf(r)) * args_.output.stride.s);
   }
   void WriteRow(int r, float factor) const {
@@ -451,7 +438,8 @@ class AttentionWorker {
       FromFloats(scratch_.mean, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
       return;
     }
-    const float value = args_.mask.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
+    // Without any key an empty sum is 0, whatever fully masked rows give.
+    const float value = args_.mask.empty_rows == EmptyRows::kNan && key_end_ > 0 ? __builtin_nanf("") : 0.0f;
     for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.row[d] = value;
     FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
   }
@@ -478,9 +466,10 @@ class AttentionWorker {
   Scratch scratch_;
   const int64_t item_size_, stored_size_;  // of query and output, of key and value
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
-  int rows_ = 0, queries_ = 0;  // rows of all heads, of one head
-  int64_t key_end_ = 0;         // the number of keys of the sequence
-  int64_t next_ = -1;           // the key tile after the current one, as far as it is known
+  int rows_ = 0, queries_ = 0;                     // rows of all heads, of one head
+  int64_t key_end_ = 0;                            // the number of keys of the sequence
+  int64_t query_position_ = 0, key_position_ = 0;  // of a packed sequence: of row 0 in biases
+  int64_t next_ = -1;                              // the key tile after the current one, as far as it is known
   const char* keys_ = nullptr;
   const char* values_ = nullptr;
   int64_t group_ = 0;  // b * G + g

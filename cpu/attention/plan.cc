@@ -38,6 +38,7 @@ constexpr int64_t kPartialBytes = 64 << 20;
 }  // namespace
 
 bool HasFewQueries(const AttentionArgs& args) {
+  if (args.sequences.has_queries) return false;
   return args.shape.S <= kFewRows || (args.shape.S <= kMostFewRows && args.shape.T >= kManyKeys);
 }
 
@@ -212,9 +213,14 @@ void AttentionPlan::Split(const KeyTileRun* runs, int64_t run_count, int64_t til
 }
 
 void AttentionPlan::PlanTileRows() {
-  int64_t tiles = 0;
-  for (const SequenceTiles& sequence : sequences_) tiles = std::max(tiles, sequence.last - sequence.first);
-  problem_.panels = CeilDiv(std::min(tiles * problem_.n, args_.shape.T), kPanel);
+  for (int64_t b = 0; b < args_.shape.B; ++b) {
+    SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
+    const int64_t keys = std::min(sequence.last * problem_.n, EndOfKeys(args_, b)) - sequence.first * problem_.n;
+    sequence.first_panel = problem_.panels;
+    sequence.panels = CeilDiv(std::max<int64_t>(0, keys), kPanel);
+    problem_.panels += sequence.panels;
+    tile_items_ += args_.shape.H * CeilDiv(EndOfQueries(args_, b), problem_.m);
+  }
   const int64_t most = MostTiles();
   const int64_t packed = args_.shape.D + (problem_.pack_values ? args_.shape.Dv : 0);
   if (most * problem_.n * packed * 4 <= kRingBytes) problem_.ring_tiles = std::max<int64_t>(1, most);
@@ -226,9 +232,9 @@ int64_t AttentionPlan::MostTiles() {
   if (const BlockMask* const blocks = args_.mask.fixed.blocks()) {
     const std::vector<int32_t>& row_ptr = blocks->row_ptr;
     for (size_t r = 0; r + 1 < row_ptr.size(); ++r) most = std::max<int64_t>(most, row_ptr[r + 1] - row_ptr[r]);
-    return most;
+    return std::min(most, problem_.key_tiles);
   }
-  if (!HasRuns()) return problem_.key_tiles;
+  if (!HasRuns() || args_.sequences.has_queries) return problem_.key_tiles;
   const int64_t rows = args_.shape.B * args_.shape.H * problem_.tile_rows, samples = std::min(rows, kSampledRows);
   for (int64_t i = 0; i < samples; ++i) {
     const int64_t item = rows - 1 - i * rows / samples, head = item / problem_.tile_rows;

@@ -24,9 +24,7 @@ class AttentionPlan {
   AttentionPlan& operator=(const AttentionPlan&) = delete;
 
   AttentionProblem* problem() { return &problem_; }
-  int64_t Items() const {
-    return problem_.few_queries ? split_items_ : args_.shape.B * args_.shape.H * problem_.tile_rows;
-  }
+  int64_t Items() const { return problem_.few_queries ? split_items_ : tile_items_; }
 
  private:
   // Whether the mask can list the key tiles of rows as runs.
@@ -60,6 +58,7 @@ class AttentionPlan {
   std::vector<int64_t> group_run_begin_;  // likewise: [B * lists + 1], indices into group_runs_
   std::vector<int32_t> split_begins_;
   int64_t split_items_ = 0;
+  int64_t tile_items_ = 0;
 };
 
 }  // namespace cpu

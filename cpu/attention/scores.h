@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of a strip of rows in a key tile: its mask, QK^T, softcap and bias.
+// Queries, and the scores of a strip of rows in a key tile: its mask, QK^T, softcap and bias.
 #ifndef STOF_CPU_ATTENTION_SCORES_H_
 #define STOF_CPU_ATTENTION_SCORES_H_
 
@@ -12,6 +12,32 @@ namespace cpu {
 namespace {
 
 constexpr float kNoStart[kStrip] = {};
+
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::LoadQueries() {
+  const char* query =
+      static_cast<const char*>(args_.query.data) + item_size_ * BeginOfQueries(args_, args_.query.stride, b_);
+  const V factor = Simd::Set1(args_.scores.scale);
+  const bool plain = args_.shape.dtype == DType::kF32 && args_.shape.D % kPanel == 0;
+  for (int r = 0; r < PaddedRows(); ++r) {
+    float* to = scratch_.q + r * scratch_.ldq;
+    const float* from = to;
+    int64_t d = 0;
+    if (r < rows_) {
+      const char* row =
+          query + item_size_ * (HeadOf(r) * args_.query.stride.h + (row0_ + QueryOf(r)) * args_.query.stride.s);
+      if (plain) {
+        from = reinterpret_cast<const float*>(row);
+      } else {
+        ToFloats(row, args_.shape.dtype, args_.shape.D, to);
+      }
+      d = args_.shape.D;
+    }
+    for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
+    for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
+    if (args_.kv.key_scale.data != nullptr && r < rows_) ScaleRow(args_.kv.key_scale, args_.shape.D, to);
+  }
+}
 
 template <bool kInPlace>
 inline bool AttentionWorker<kInPlace>::FindMask(int64_t tile, const uint32_t* bits, bool unmasked) {
@@ -36,7 +62,7 @@ inline bool AttentionWorker<kInPlace>::FindMask(int64_t tile, const uint32_t* bi
       sources[used] = pad;
       strides[used++] = 0;
     }
-  } else if (keys < problem_.n && bits == nullptr) {
+  } else if (keys < problem_.n && (bits == nullptr || args_.sequences.given())) {
     FillTailWords(keys, count, scratch_.words_tail);
     sources[used] = scratch_.words_tail;
     strides[used++] = 0;
@@ -126,7 +152,7 @@ template <bool kInPlace>
 inline const float* AttentionWorker<kInPlace>::PackedTile(int64_t tile) const {
   const int64_t panels = problem_.n / kPanel, size = args_.shape.D * kPanel;
   if (problem_.ring_tiles == 0) {
-    return problem_.packed_keys + (group_ * problem_.panels + (tile - problem_.sequences[b_].first) * panels) * size;
+    return problem_.packed_keys + (FirstPanel() + (tile - problem_.sequences[b_].first) * panels) * size;
   }
   const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
   float* const keys = scratch_.ring + slot * panels * size;
@@ -148,7 +174,7 @@ inline const float* AttentionWorker<kInPlace>::PackedValues(int64_t tile) const 
   const int64_t size = problem_.n * scratch_.ldo;
   if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
   const int64_t first = problem_.sequences[b_].first;
-  return problem_.packed_values + group_ * problem_.panels * kPanel * scratch_.ldo + (tile - first) * size;
+  return problem_.packed_values + FirstPanel() * kPanel * scratch_.ldo + (tile - first) * size;
 }
 
 template <bool kInPlace>
@@ -304,7 +330,8 @@ inline void AttentionWorker<kInPlace>::AddRelative(int64_t h, int64_t row, int64
   const RelativeBias& bias = args_.scores.relative_bias;
   const float* table = bias.table + h * bias.stride_h;
   const int64_t size = bias.size;
-  const int64_t first = key0 - (bias.query_position + row) + size / 2;  // entry of key 0, before it is clamped
+  // The entry of key 0, before it is clamped.
+  const int64_t first = key_position_ + key0 - (bias.query_position + query_position_ + row) + size / 2;
   const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
   float* to = scratch_.bias;
   for (int k = 0; k < low; ++k) to[k] += table[0];
@@ -315,7 +342,8 @@ inline void AttentionWorker<kInPlace>::AddRelative(int64_t h, int64_t row, int64
 template <bool kInPlace>
 inline void AttentionWorker<kInPlace>::LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const {
   const PairBias& bias = args_.scores.bias;
-  const int64_t at = b_ * bias.stride_b + h * bias.stride_h + row * bias.stride_q + key0 * bias.stride_k;
+  const int64_t at = b_ * bias.stride_b + h * bias.stride_h + (query_position_ + row) * bias.stride_q +
+                     (key_position_ + key0) * bias.stride_k;
   float* to = scratch_.bias;
   if (bias.stride_k == 1) {
     ToFloats(static_cast<const char*>(bias.data) + at * SizeOf(bias.dtype), bias.dtype, keys, to);

@@ -55,13 +55,16 @@ Status CheckQuantized(const AttentionArgs& args) {
 Status CheckBlocks(const AttentionArgs& args) {
   const StaticMask& mask = args.mask.fixed;
   if (mask.blocks() == nullptr) return Status();
-  if (mask.blocks()->S != args.shape.S || mask.blocks()->T != args.shape.T) {
-    return Status::Error("the block mask was built for other sizes");
-  }
-  if (mask.blocks()->left > 0 && mask.elements() == nullptr) {
+  // Packed sequences may be shorter than those that the mask was built for.
+  const BlockMask& blocks = *mask.blocks();
+  const bool has_queries = args.sequences.has_queries ? blocks.S >= args.shape.S : blocks.S == args.shape.S;
+  const bool has_keys = args.sequences.given() ? blocks.T >= args.shape.T : blocks.T == args.shape.T;
+  if (!has_queries || !has_keys) return Status::Error("the block mask was built for other sizes");
+  if (blocks.left > 0 && mask.elements() == nullptr) {
     return Status::Error("a block mask with partial tiles without bits needs the conjuncts that evaluate them");
   }
-  if (args.kv.key_ends != nullptr) return Status::Error("sequences of own lengths go with no block mask");
+  if (args.kv.key_ends != nullptr && !args.sequences.given())
+    return Status::Error("sequences of own lengths go with no block mask");
   return Status();
 }
 
@@ -120,6 +123,20 @@ Status CheckPages(const AttentionArgs& args) {
   return Status();
 }
 
+Status CheckSequences(const AttentionArgs& args) {
+  const PackedSequences& sequences = args.sequences;
+  if (!sequences.given()) {
+    if (!sequences.has_queries && sequences.first_positions == nullptr) return Status();
+    return Status::Error("packed queries or first positions are given, expected none without packed sequences");
+  }
+  if (args.kv.key_ends == nullptr) return Status::Error("packed sequences need the number of keys of each sequence");
+  if (args.kv.pages.given() || args.kv.columns != nullptr || args.mask.fixed.window() != nullptr) {
+    return Status::Error("packed sequences go with no pages, gathered columns and causal windows");
+  }
+  if (args.output.lse != nullptr) return Status::Error("packed sequences have no log-sum-exp");
+  return Status();
+}
+
 }  // namespace
 
 Status Check(const AttentionArgs& args) {
@@ -129,7 +146,8 @@ Status Check(const AttentionArgs& args) {
   STOF_RETURN_IF_ERROR(CheckBlocks(args));
   STOF_RETURN_IF_ERROR(CheckWindow(args));
   STOF_RETURN_IF_ERROR(CheckColumns(args));
-  return CheckPages(args);
+  STOF_RETURN_IF_ERROR(CheckPages(args));
+  return CheckSequences(args);
 }
 
 }  // namespace stof

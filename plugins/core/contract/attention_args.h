@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of an attention kernel, in parts: shape, tensors, scores, mask, keys and values, output. Check() says
-// which combinations are legal.
+// The arguments of an attention kernel, in parts: shape, tensors, scores, mask, keys and values, packed sequences,
+// output. Check() says which combinations are legal.
 #ifndef STOF_PLUGINS_CORE_CONTRACT_ATTENTION_ARGS_H_
 #define STOF_PLUGINS_CORE_CONTRACT_ATTENTION_ARGS_H_
 
@@ -154,6 +154,20 @@ struct KvArgs {
   const int32_t* is_invalid = nullptr;
 };
 
+// ---- packed sequences ----
+// The CPU: tensors of batch size 1 hold the sequences one behind the other. Kernels count rows and keys of a sequence
+// from 0: shape.S and shape.T are those of the longest sequence, KvArgs::key_ends has the numbers of keys, and batch
+// strides are not read.
+struct PackedSequences {
+  // [B + 1]: key and value of sequence b are rows starts[b] to starts[b + 1] - 1. nullptr: none are packed.
+  const int32_t* starts = nullptr;
+  bool has_queries = false;  // query and output are packed likewise
+  // [B]: the position of row 0 of each sequence, by which biases are read. nullptr: 0 for all. Static and dynamic masks
+  // take rows and keys counted from 0.
+  const int32_t* first_positions = nullptr;
+  STOF_ALWAYS_INLINE bool given() const { return starts != nullptr; }
+};
+
 // ---- output ----
 struct AttentionOutput {
   void* data = nullptr;  // [B, H, S, Dv]
@@ -172,6 +186,7 @@ struct AttentionArgs {
   ScoreArgs scores;
   MaskArgs mask;
   KvArgs kv;
+  PackedSequences sequences;
   AttentionOutput output;
   bool allow_tf32 = false;  // fp32 matmuls may round their operands to TF32
   const char* kernel = "";  // the CUDA kernel to take where it suits; "" leaves the choice to the library

@@ -29,8 +29,17 @@ struct AttentionLimits {
   static constexpr int64_t kMostLength = MaskExpr::kMaxSize;
   static constexpr int kMostOperands = 13;
   // Words of attribute `operands`, beside table0, table1, ...
-  static constexpr const char* kRoles[] = {"pad",       "bias",      "relative_bias", "sink",
-                                           "segment_q", "segment_k", "lengths",       "unused"};
+  static constexpr const char* kRoles[] = {"pad",
+                                           "bias",
+                                           "relative_bias",
+                                           "sink",
+                                           "segment_q",
+                                           "segment_k",
+                                           "lengths",
+                                           "cumulative_sequence_length",
+                                           "cumulative_key_length",
+                                           "first_position",
+                                           "unused"};
 
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};

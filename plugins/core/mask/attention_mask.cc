@@ -99,7 +99,7 @@ Status FindOperand(const ExprOperand& operand, const Tables& given, const Tensor
 }
 
 Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
-                              std::unique_ptr<BoundDynamicMask>* bound, int64_t alike_heads) {
+                              std::unique_ptr<BoundDynamicMask>* bound, int64_t alike_heads, const MaskShift& shift) {
   std::vector<ExprBinding> bindings(expr.operands().size());
   for (size_t i = 0; i < bindings.size(); ++i) {
     const ExprOperand& operand = *expr.operands()[i];
@@ -113,7 +113,7 @@ Status BoundDynamicMask::Make(const MaskExpr& expr, const ExprSizes& sizes, cons
     std::copy(tensor.dims, tensor.dims + tensor.rank, bindings[i].dims);
   }
   STOF_RETURN_IF_ERROR(expr.Check(sizes, &bindings));
-  bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings), alike_heads));
+  bound->reset(new BoundDynamicMask(expr, sizes, std::move(bindings), alike_heads, shift));
   return Status();
 }
 
@@ -161,8 +161,10 @@ Status BoundDynamicMask::status() const {
 }
 
 int BoundDynamicMask::Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits) const {
+  row0 += RowShift(b), key0 += KeyShift(b);
   const int64_t rows = std::min<int64_t>(m, sizes_.S - row0);
   const int64_t keys = std::min<int64_t>(n, sizes_.T - key0);
+  if (rows <= 0 || keys <= 0) return 0;
   auto evaluator = Take();
   const ExprBox box = {b, b, h, h, sizes_.P + row0, sizes_.P + row0 + rows - 1, key0, key0 + keys - 1};
   const Verdict verdict = evaluator->Classify(box);
@@ -178,8 +180,9 @@ int BoundDynamicMask::Evaluate(int64_t b, int64_t h, int64_t row0, int64_t key0,
 
 int64_t BoundDynamicMask::List(int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                                KeyTileRun* runs) const {
-  const int64_t rows = std::min<int64_t>(m, sizes_.S - row0), q0 = sizes_.P + row0;
-  last = std::min(last, CeilDiv(sizes_.T, n));
+  row0 += RowShift(b);
+  const int64_t rows = std::min<int64_t>(m, sizes_.S - row0), q0 = sizes_.P + row0, k0 = KeyShift(b);
+  last = std::min(last, CeilDiv(sizes_.T - k0, n));
   if (first >= last || rows <= 0) return 0;
   auto evaluator = Take();
   int64_t count = 0;
@@ -196,7 +199,7 @@ int64_t BoundDynamicMask::List(int64_t b, int64_t h, int64_t row0, int m, int n,
   int depth = 0;
   int64_t begin = first, end = last;
   for (;;) {
-    const ExprBox box = {b, b, h, h, q0, q0 + rows - 1, begin * n, std::min(end * n, sizes_.T) - 1};
+    const ExprBox box = {b, b, h, h, q0, q0 + rows - 1, k0 + begin * n, std::min(k0 + end * n, sizes_.T) - 1};
     const Verdict verdict = evaluator->Classify(box);
     if (verdict == Verdict::kMixed && end - begin > 1) {
       pending[depth++] = end;

@@ -57,25 +57,39 @@ class AttentionMaskSource {
   mutable ForkSafe<std::shared_ptr<const AttentionMask>> last_;
 };
 
+// Added to rows and keys of each sequence [B] before an expression is evaluated. nullptr: 0 for all.
+struct MaskShift {
+  const int32_t* rows = nullptr;
+  const int32_t* keys = nullptr;
+};
+
 // An expression bound to one run's operands, for kernels that ask for it tile by tile. Evaluators hold scratch memory:
 // tiles of different threads share a small stock of them.
 class BoundDynamicMask {
  public:
   // alike_heads: DynamicMask::alike_heads.
   static Status Make(const MaskExpr& expr, const ExprSizes& sizes, const Tables& given,
-                     std::unique_ptr<BoundDynamicMask>* bound, int64_t alike_heads = 1);
+                     std::unique_ptr<BoundDynamicMask>* bound, int64_t alike_heads = 1, const MaskShift& shift = {});
   const DynamicMask* view() const { return &view_; }
   // An error where memory for an evaluator was missing: the tile function cannot fail, and an exception would end the
   // process on a pool's thread.
   Status status() const;
 
  private:
-  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings, int64_t alike_heads)
+  BoundDynamicMask(const MaskExpr& expr, const ExprSizes& sizes, std::vector<ExprBinding> bindings, int64_t alike_heads,
+                   const MaskShift& shift)
       : expr_(expr),
         sizes_(sizes),
         bindings_(std::move(bindings)),
-        view_{&BoundDynamicMask::Tile, this,       expr.Uses(ExprOp::kB), expr.Uses(ExprOp::kH),
-              &BoundDynamicMask::Runs, alike_heads} {}
+        shift_(shift),
+        view_{&BoundDynamicMask::Tile,
+              this,
+              expr.Uses(ExprOp::kB) || shift.rows != nullptr || shift.keys != nullptr,
+              expr.Uses(ExprOp::kH),
+              &BoundDynamicMask::Runs,
+              alike_heads} {}
+  int64_t RowShift(int64_t b) const { return shift_.rows == nullptr ? 0 : shift_.rows[b]; }
+  int64_t KeyShift(int64_t b) const { return shift_.keys == nullptr ? 0 : shift_.keys[b]; }
   static int Tile(const void* self, int64_t b, int64_t h, int64_t row0, int64_t key0, int m, int n, uint32_t* bits);
   static int64_t Runs(const void* self, int64_t b, int64_t h, int64_t row0, int m, int n, int64_t first, int64_t last,
                       KeyTileRun* runs);
@@ -87,6 +101,7 @@ class BoundDynamicMask {
   const MaskExpr& expr_;
   ExprSizes sizes_;
   std::vector<ExprBinding> bindings_;
+  MaskShift shift_;
   DynamicMask view_;
   mutable std::mutex mutex_;
   mutable std::vector<std::unique_ptr<ExprEvaluator>> stock_;

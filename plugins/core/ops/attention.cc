@@ -6,6 +6,7 @@
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/dim_rule.h"
 #include "plugins/core/mask/block_mask_cache.h"
+#include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
 
@@ -47,6 +48,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
     args.output.lse = static_cast<float*>(outputs[1].data);
     args.output.lse_stride_b = args.shape.H * args.shape.S, args.output.lse_stride_h = args.shape.S;
   }
+  if (!context.on_cuda) STOF_RETURN_IF_ERROR(problem.sequences.Read(attributes_, inputs, &args));
   STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
   if (expected.Elements() == 0) return Status();
   STOF_RETURN_IF_ERROR(CheckData(inputs, outputs[0], context.on_cuda));
@@ -54,6 +56,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
   args.output.data = outputs[0].data;
+  if (problem.sequences.given()) STOF_RETURN_IF_ERROR(problem.sequences.Bind(context, &args));
   problem.Split();
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;
@@ -73,10 +76,11 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   if (args.shape.T == 0) args.mask.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
   std::unique_ptr<BoundDynamicMask> dynamic;
   if (args.shape.T > 0 && !mask->parts.dynamic.empty()) {
-    STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic));
+    const MaskShift shift = problem.sequences.shift();
+    STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(mask->parts.dynamic, sizes, given, &dynamic, 1, shift));
     args.mask.dynamic = dynamic->view();
   }
-  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, prepared_, context, args));
+  STOF_RETURN_IF_ERROR(RunOnCpu(*mask, sizes, prepared_, problem.sequences.shift(), context, args));
   return dynamic == nullptr ? Status() : dynamic->status();
 }
 
@@ -88,6 +92,7 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   if (role == "pad") return IsPadType(dtype);
   if (role == "bias" || role == "sink") return dtype == typed || dtype == DType::kF32;
   if (role == "relative_bias") return dtype == DType::kF32;
+  if (IsSequenceRole(role)) return dtype == DType::kI32;
   const bool integer = dtype == DType::kI32 || dtype == DType::kI64;
   return integer || (IsTableName(role) && (dtype == DType::kBool || dtype == DType::kU8));
 }
@@ -125,6 +130,9 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   for (size_t i = 0; i < attributes_.operands.size(); ++i) {
     problem->given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
   }
+  if (on_cuda && attributes_.sequences.given()) {
+    return Status::Error("packed sequences are for the CPU: no CUDA kernel takes them");
+  }
   if (on_cuda && !mask_.is_fixed()) {
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
@@ -140,9 +148,9 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
 
 bool AttentionOp::CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
                                    std::shared_ptr<const ColumnSource::Gathered>* gathered) {
-  if (mask.columns == nullptr || args.shape.S <= kUncachedRows || args.shape.T == 0 || args.mask.pad != nullptr ||
-      args.scores.bias.data != nullptr || args.scores.relative_bias.table != nullptr || args.mask.dynamic != nullptr ||
-      AttendsAllKeys(args.mask.empty_rows)) {
+  if (mask.columns == nullptr || args.sequences.given() || args.shape.S <= kUncachedRows || args.shape.T == 0 ||
+      args.mask.pad != nullptr || args.scores.bias.data != nullptr || args.scores.relative_bias.table != nullptr ||
+      args.mask.dynamic != nullptr || AttendsAllKeys(args.mask.empty_rows)) {
     return false;
   }
   *gathered = mask.columns->Get(args.shape.H, args.shape.G, args.shape.T, args.shape.T);
@@ -151,7 +159,7 @@ bool AttentionOp::CanGatherColumns(const AttentionMask& mask, const AttentionArg
 }
 
 Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
-                             const RunContext& context, const AttentionArgs& unmasked) {
+                             const MaskShift& shift, const RunContext& context, const AttentionArgs& unmasked) {
   const int threads = std::max(1, context.parallel.threads);
   AttentionArgs args = unmasked;
   const CpuAttentionConfig config = ChooseCpuAttention(args, threads);
@@ -161,7 +169,7 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
     args.shape.T += args.kv.columns->packed();
     ExprSizes axis = sizes;
     axis.T = args.shape.T;
-    return RunOnCpu(*gathered->mask, axis, prepared, context, args);
+    return RunOnCpu(*gathered->mask, axis, prepared, shift, context, args);
   }
   const MaskExpr& fixed = mask.parts.fixed;
   std::shared_ptr<const BlockMask> shared;
@@ -170,7 +178,11 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
   if (args.shape.T > 0 && !fixed.empty()) {
     Status status;
     const BlockMask* blocks = &direct;
-    if (args.shape.S <= kUncachedRows) {
+    // A mask of distances is the same for sequences that begin at other positions.
+    const bool is_moved = shift.keys != nullptr && (shift.rows == nullptr || !IsOfDistances(fixed));
+    if (is_moved) {
+      blocks = nullptr;
+    } else if (sizes.S <= kUncachedRows) {
       status = BuildBlockMask(fixed, sizes, config.m, config.n, &direct, kCpuBlockMaskBounds);
     } else if (prepared.Suits(mask.fixed_hash, sizes, config)) {
       blocks = prepared.mask.get();
@@ -185,7 +197,10 @@ Status AttentionOp::RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, 
       STOF_RETURN_IF_ERROR(status);
     }
     const bool has_all_bits = blocks != nullptr && blocks->left == 0;
-    if (!has_all_bits) STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(fixed, sizes, {}, &elements));
+    if (!has_all_bits) {
+      const MaskShift own = is_moved ? shift : MaskShift();
+      STOF_RETURN_IF_ERROR(BoundDynamicMask::Make(fixed, sizes, {}, &elements, 1, own));
+    }
     args.mask.fixed = StaticMask::OfBlocks(blocks, has_all_bits ? nullptr : elements->view());
   }
   const size_t bytes = CpuAttentionWorkspace(args, config, threads);

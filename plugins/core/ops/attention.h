@@ -28,6 +28,15 @@ struct PackedHeads {
   int64_t total = 0;  // 0: the tensor holds no others
 };
 
+// Operands by index that describe packed sequences: tensors of batch size 1 that hold the sequences of a batch one
+// behind the other. -1: not given.
+struct SequenceRoles {
+  int cumulative = -1;
+  int first_position = -1;
+  bool has_queries = false;  // query and output are packed, too, not key and value alone
+  bool given() const { return cumulative >= 0; }
+};
+
 struct AttentionAttributes {
   std::string mask;
   std::optional<float> scale;  // absent: 1 / sqrt(D)
@@ -41,7 +50,8 @@ struct AttentionAttributes {
   bool allow_tf32 = false;
   std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
-  bool lse = false;                   // the second output is asked for
+  SequenceRoles sequences;
+  bool lse = false;  // the second output is asked for
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
 

@@ -9,6 +9,7 @@
 
 #include "plugins/core/mask/columns/key_columns.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attention_sequences.h"
 #include "plugins/core/ops/attention_shapes.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -40,13 +41,14 @@ class AttentionOp final : public Op {
   // One run's inputs, in terms of the kernels.
   struct Problem {
     AttentionArgs args;
-    Tables given;  // operands by role
+    HostSequences sequences;  // the CPU: packed ones
+    Tables given;             // operands by role
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
 
     // By residue class, where the mask is dilated.
     bool Split() {
-      if (!SplitByResidue(*mask, &args, &sizes)) return false;
+      if (sequences.given() || !SplitByResidue(*mask, &args, &sizes)) return false;
       mask = mask->of_residue;
       return true;
     }
@@ -79,7 +81,7 @@ class AttentionOp final : public Op {
   static bool CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
                                std::shared_ptr<const ColumnSource::Gathered>* gathered);
   static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
-                         const RunContext& context, const AttentionArgs& unmasked);
+                         const MaskShift& shift, const RunContext& context, const AttentionArgs& unmasked);
 
   // ---- attention_plan.cc ----
   // Binds a run on a device by types and shapes alone.

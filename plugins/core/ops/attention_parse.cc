@@ -6,6 +6,7 @@
 
 #include "plugins/core/host/quoted.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attention_sequences.h"
 #include "plugins/core/ops/attribute_checks.h"
 
 namespace stof {
@@ -146,6 +147,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   a.operands = Words(text);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
+  STOF_RETURN_IF_ERROR(ParseSequences(&a));
   if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
     return Status::Error("attribute empty_rows is " + Quote(kPolicies[static_cast<int>(a.empty_rows)], kMostQuoted) +
                          ", expected zero: beside a sink a row without keys is 0");

@@ -86,6 +86,7 @@ Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem
 }
 
 Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threads) {
+  if (attributes_.sequences.given()) return Status();  // only a run knows their lengths
   Problem problem;
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem.args));
   STOF_RETURN_IF_ERROR(Complete(inputs, false, &problem));

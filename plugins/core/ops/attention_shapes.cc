@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "plugins/core/ops/attention_sequences.h"
+
 namespace stof {
 namespace {
 
@@ -75,6 +77,30 @@ DimRule LengthRule(const AttentionAttributes& attributes) {
   return {0, attributes.layout[0] == TensorLayout::kBHSD ? 2 : 1, -1};
 }
 
+// Gives packed tensors the batch size that their sequences have.
+Status UnpackBatch(const AttentionAttributes& attributes, const Tensor* inputs, Sized* sized) {
+  if (!attributes.sequences.given()) return Status();
+  int64_t count = 0;
+  STOF_RETURN_IF_ERROR(BindSequenceCount(attributes, inputs, &count));
+  const std::string& role = attributes.operands[static_cast<size_t>(attributes.sequences.cumulative)];
+  for (int i = attributes.sequences.has_queries ? 0 : 1; i < kTypedInputs; ++i) {
+    if (sized[i].b != 1) {
+      return Status::Error(std::string(kTensorNames[i]) + " has shape " + ShapeText(inputs[i]) +
+                           ", expected batch size 1 beside " + role);
+    }
+    sized[i].b = count;
+  }
+  if (!attributes.sequences.has_queries && sized[0].b != count) {
+    return Status::Error(role + " has shape " + ShapeText(inputs[kTypedInputs + attributes.sequences.cumulative]) +
+                         ", expected one entry more than the batch size of query " + ShapeText(inputs[0]));
+  }
+  if (attributes.sequences.has_queries && sized[0].s != sized[1].s) {
+    return Status::Error("query and key differ in length: query " + ShapeText(inputs[0]) + ", key " +
+                         ShapeText(inputs[1]) + ", expected the same rows beside " + role);
+  }
+  return Status();
+}
+
 // The address of the first head that the operator reads; a tensor without elements may have no data.
 const void* Begin(const Tensor& tensor, const Sized& sized) {
   if (tensor.data == nullptr || sized.b == 0 || sized.s == 0) return tensor.data;
@@ -103,6 +129,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
     STOF_RETURN_IF_ERROR(
         Measure(inputs[i], attributes.layout[i], kTensorNames[i], heads, attributes.packed[i], &sized[i]));
   }
+  STOF_RETURN_IF_ERROR(UnpackBatch(attributes, inputs, sized));
   const Sized& q = sized[0];
   const Sized& k = sized[1];
   const Sized& v = sized[2];

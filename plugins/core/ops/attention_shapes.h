@@ -11,7 +11,7 @@
 
 namespace stof {
 
-// Shapes, types and strides of query, key and value.
+// Shapes, types and strides of query, key and value. S and T of packed sequences are the lengths of their tensors.
 Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* inputs, int input_count,
                          AttentionArgs* args);
 
