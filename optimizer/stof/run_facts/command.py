@@ -73,6 +73,7 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "force": _flag("--force"),
     "ignore_empty_rows": lambda value: ["--empty-rows", "ignore"],
     "chains": _value("--chains"),
+    "unpad": _value("--unpad"),
     "products": lambda value: ["--products", "off"],
     "tune": _number("--tune"),
     "ignore_measurements": _flag("--ignore-measurements"),
