@@ -58,6 +58,14 @@ class ChangesOutputs(ABC):
         """A model whose outputs are to equal the original's: the optimized one without what changes outputs on purpose."""
 
 
+class StatesOutputs(ABC):
+    """An op whose options may change outputs in a way that can be stated exactly."""
+
+    @abstractmethod
+    def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
+        """The original with outputs as the options want them, by other means than the op's; itself where they stay as they are."""
+
+
 class HoldsPrompts(ABC):
     """Decisions that change outputs, with prompts by which the change can be measured."""
 

@@ -15,7 +15,7 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
-from stof.op_parts import ChangesOutputs, ExplainsFailures, collect_typed_attributes
+from stof.op_parts import ChangesOutputs, ExplainsFailures, StatesOutputs, collect_typed_attributes
 from stof.op_rewrite import OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
@@ -193,16 +193,20 @@ def _verify(
                 limits.check_time()
                 if (checks := stage.op.site_checks(job, stage.decided)) is not None:
                     sites.append(EmittedSites(stage.op.key, checks, stage.model))
+            original = job.model
+            for stage in stages:
+                if isinstance(stage.op, StatesOutputs):
+                    original = stage.op.stated_form(original, stage.decided)
             searches = not any(can_drop(s) for s in stages)
             verifier = Verifier(
-                job.model,
+                original,
                 sites,
                 limits,
                 searches,
                 typed_attributes,
                 user_inputs,
                 job.options.shapes,
-                is_from_file=job.sparsity is None,
+                is_from_file=job.sparsity is None and original is job.model,
             )
             for op in (s.op for s in stages):
                 if isinstance(op, ChangesOutputs):

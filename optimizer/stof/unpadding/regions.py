@@ -103,16 +103,27 @@ class MaskResult:
         region: what can run on real tokens; None: nothing.
         attentions: how many StofAttention nodes read the mask.
         reason: why nothing can, or why some of them cannot; empty where all do.
+        tokens: the axes of the tokens, by tensor, as far as they could be followed.
     """
 
     mask: PadMask
     region: Region | None
     attentions: int
     reason: str
+    tokens: Mapping[str, TokenAxes] = field(default_factory=dict)
 
 
-def find_regions(model: onnx.ModelProto, symbolic: Symbolic, opset: int) -> list[MaskResult]:
-    """The region of each key padding mask of a model whose attentions are StofAttention nodes."""
+def find_regions(
+    model: onnx.ModelProto, symbolic: Symbolic, opset: int, zero_outputs: bool = False
+) -> list[MaskResult]:
+    """The region of each key padding mask of a model whose attentions are StofAttention nodes.
+
+    Args:
+        model: the model.
+        symbolic: of the model.
+        opset: of the standard domain.
+        zero_outputs: outputs of the model may have zeros as rows of padding.
+    """
     nodes = model.graph.node
     masks: dict[PadMask, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -121,11 +132,31 @@ def find_regions(model: onnx.ModelProto, symbolic: Symbolic, opset: int) -> list
     taken: set[int] = set()
     results: list[MaskResult] = []
     for mask, sites in masks.items():
-        result = _Analysis(model, symbolic, opset, mask, sites).result(taken)
+        result = _find_region(model, symbolic, opset, mask, sites, taken, zero_outputs)
         if result.region is not None:
             taken |= result.region.nodes.keys()
         results.append(result)
     return results
+
+
+def _find_region(
+    model: onnx.ModelProto,
+    symbolic: Symbolic,
+    opset: int,
+    mask: PadMask,
+    sites: Sequence[int],
+    taken: set[int],
+    zero_outputs: bool,
+) -> MaskResult:
+    """What was found for one mask. Outputs may have zeros only where the region itself writes them."""
+    outputs = {o.name for o in model.graph.output} if zero_outputs else set()
+    while True:
+        result = _Analysis(model, symbolic, opset, mask, sites, frozenset(outputs)).result(taken)
+        written = set() if result.region is None else outputs & result.region.unpadded(model.graph.node).keys()
+        others = outputs & result.tokens.keys() - written
+        if not others:
+            return result
+        outputs -= others
 
 
 def find_pad_mask(node: onnx.NodeProto) -> PadMask | None:
@@ -145,13 +176,20 @@ class _Analysis:
     """One mask, and what follows from it in a graph."""
 
     def __init__(
-        self, model: onnx.ModelProto, symbolic: Symbolic, opset: int, mask: PadMask, sites: Sequence[int]
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        opset: int,
+        mask: PadMask,
+        sites: Sequence[int],
+        zero_outputs: frozenset[str],
     ) -> None:
         self.graph = model.graph
         self.nodes = model.graph.node
         self.symbolic = symbolic
         self.opset = opset
         self.mask = mask
+        self.zero_outputs = zero_outputs
         self.attentions = frozenset(sites)
         self.shape = self._padded_shape(sites[0])
         self.source = ""
@@ -190,7 +228,7 @@ class _Analysis:
         sizes = {i: name for i, name in sizes.items() if name in unpadded}
         region = Region(self.mask, self.shape, self.source, inside, sites, cross, self.tokens, tuple(reads), sizes)
         reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()
-        return MaskResult(self.mask, region, len(self.attentions), reason)
+        return MaskResult(self.mask, region, len(self.attentions), reason, self.tokens)
 
     def _padded_shape(self, site: int) -> Shape | None:
         """The sizes B and T of the keys of an attention."""
@@ -199,7 +237,7 @@ class _Analysis:
         return None if shape is None or axes.position is None else (shape[0], shape[axes.position])
 
     def _refusal(self, reason: str) -> MaskResult:
-        return MaskResult(self.mask, None, len(self.attentions), reason)
+        return MaskResult(self.mask, None, len(self.attentions), reason, self.tokens)
 
     # ---- forwards ----
     def _follow_tokens(self) -> None:
@@ -279,7 +317,7 @@ class _Analysis:
         reads: list[PositionRead] = []
         sizes: dict[int, str] = {}
         for output in self.graph.output:
-            if output.name in self.tokens:
+            if output.name in self.tokens and output.name not in self.zero_outputs:
                 self._need([output.name], f"output {output.name!r} has a row for every position")
         for name in self.captured & self.tokens.keys():
             self._need([name], f"a subgraph reads {name!r}")

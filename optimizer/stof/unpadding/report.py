@@ -66,6 +66,10 @@ class UnpadSection(Section):
     def changes_outputs(self) -> bool:
         return any(r.replaced and r.zero_outputs for r in self.rows)
 
+    @property
+    def verified_form(self) -> str:
+        return "with rows of padding 0 in the original, too"
+
     def to_json(self) -> dict[str, Any]:
         return {KEY: [asdict(row) for row in self.rows]}
 

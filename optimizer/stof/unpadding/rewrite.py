@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.graph.index import DOMAIN, opset_of
-from stof.op_parts import LeftOut
+from stof.op_parts import LeftOut, StatesOutputs
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.selection import NamedCandidate
@@ -19,6 +19,7 @@ from stof.unpadding.estimate import estimate_gains
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
 from stof.unpadding.regions import ATTENTION, MaskResult, Region, find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
+from stof.unpadding.zero_rows import has_tensor, with_zero_rows
 
 _OFF = "see --unpad"
 
@@ -66,7 +67,7 @@ class UnpadDecisions(Decisions):
         return replace(self, unpadded=self.unpadded.without(reason), regions=())
 
 
-class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions]):
+class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOutputs):
     """Leaves the rows of padding out of everything that computes each token by itself, and of attention."""
 
     key = KEY
@@ -82,7 +83,8 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions]):
             return PaddedBatches(before)
         with job.step("unpadding"):
             symbolic = Symbolic(before)
-            results = tuple(find_regions(before, symbolic, opset_of(before)))
+            zero_outputs = job.options.unpad == "on"
+            results = tuple(find_regions(before, symbolic, opset_of(before), zero_outputs))
         return PaddedBatches(before, symbolic if results else None, results)
 
     def describe(self, job: Job, batches: PaddedBatches) -> PaddedBatches:
@@ -96,7 +98,10 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions]):
         rows: list[UnpadReport] = []
         regions: list[Region] = []
         for candidate, result in zip(candidates, described.results, strict=True):
+            outputs = _zero_outputs(described.model, result)
             reason = result.reason if result.region is None else ""
+            if outputs and not has_tensor(job.model, result.mask.tensor):
+                reason = f"its mask {result.mask.tensor!r} is no tensor of the original, whose rows of padding would become 0"
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
             reason = self.choice(job).reason_kept(candidate, reason)
@@ -116,6 +121,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions]):
                     attentions=len(result.region.sites),
                     keys_only=len(result.region.cross_sites),
                     gains=estimate_gains(described.model, described.symbolic, [result.region]),
+                    zero_outputs=outputs,
                     rest=result.reason,
                 )
             )
@@ -129,8 +135,25 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions]):
         with job.step("emit"):
             return emit_regions(batches.model, batches.symbolic, decided.regions)
 
+    def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
+        assert isinstance(decided, UnpadDecisions)
+        changed = [r for r in decided.regions if _zero_outputs_of(decided.batches.model, r)]
+        return with_zero_rows(model, decided.batches.model, changed) if changed else model
+
     def empty_section(self) -> UnpadSection:
         return UnpadSection()
+
+
+def _zero_outputs(model: onnx.ModelProto | None, result: MaskResult) -> tuple[str, ...]:
+    return () if result.region is None else tuple(_zero_outputs_of(model, result.region))
+
+
+def _zero_outputs_of(model: onnx.ModelProto | None, region: Region) -> list[str]:
+    """The outputs of the model that get zeros as rows of padding."""
+    if model is None:
+        return []
+    unpadded = region.unpadded(model.graph.node)
+    return [o.name for o in model.graph.output if o.name in unpadded]
 
 
 UNPADDING = UnpadRewrite()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The original with zeros as rows of padding, which a result with ``--unpad on`` is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx
+from onnx import TensorProto, helper
+
+from stof.graph.index import opset_of
+from stof.graph.node_builder import Builder
+from stof.graph.protobuf import copy_model
+from stof.unpadding.regions import Region
+from stof.unpadding.token_axes import TokenAxes
+
+
+def has_tensor(model: onnx.ModelProto, name: str) -> bool:
+    """Whether a model has an input of this name, or a node that writes it."""
+    graph = model.graph
+    return any(v.name == name for v in graph.input) or any(name in n.output for n in graph.node)
+
+
+def with_zero_rows(model: onnx.ModelProto, unpadded: onnx.ModelProto | None, regions: Sequence[Region]) -> onnx.ModelProto:
+    """A copy of the original in which outputs have zeros before the first real token of a sequence and behind its last one.
+
+    Rows of a sequence without a real token stay, and those of one of which a node reads another position. The rows are found by
+    sums along the mask, not as the rewrite finds them.
+
+    Args:
+        model: the original.
+        unpadded: the model whose nodes the regions have.
+        regions: those with outputs of the model.
+    """
+    assert unpadded is not None
+    written = copy_model(model)
+    for number, region in enumerate(regions):
+        tensors = region.unpadded(unpadded.graph.node)
+        axes = {o.name: tensors[o.name] for o in written.graph.output if o.name in tensors}
+        builder = Builder(opset_of(model), f"stof_zero{number}_")
+        inside = _find_rows(builder, region)
+        for name, own in axes.items():
+            _mask_output(written.graph, builder, name, own, inside)
+        written.graph.node.extend(builder.nodes)
+    return written
+
+
+def _find_rows(b: Builder, region: Region) -> str:
+    """[B, S]: which rows stay."""
+    real = b.add("Cast", [region.mask.tensor], to=TensorProto.BOOL)
+    if region.mask.is_inverted:
+        real = b.add("Not", [real])
+    count = b.add("Cast", [real], to=TensorProto.INT64)
+    axis, zero = b.constant(1), b.constant(0)
+    begun = b.add("Greater", [b.add("CumSum", [count, axis]), zero])
+    not_over = b.add("Greater", [b.add("CumSum", [count, axis], reverse=1), zero])
+    inside = b.add("And", [begun, not_over])
+    total = b.add("ReduceSum", [count, b.constant([1])], keepdims=1)
+    inside = b.add("Or", [inside, b.add("Equal", [total, zero])])
+    whole = []
+    for position in sorted({r.position for r in region.reads}):
+        at = b.add("Gather", [inside, b.constant([position])], axis=1)
+        whole.append(b.add("Not", [at]))
+    for condition in whole:
+        inside = b.add("Or", [inside, condition])
+    return inside
+
+
+def _mask_output(graph: onnx.GraphProto, b: Builder, name: str, axes: TokenAxes, inside: str) -> None:
+    """Puts a Where behind what writes an output."""
+    output = next(o for o in graph.output if o.name == name)
+    rank = len(output.type.tensor_type.shape.dim)
+    inner = f"{b.prefix}{name}"
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for j, found in enumerate(names):
+                if found == name:
+                    names[j] = inner
+    if axes.merged:
+        rows = b.add("Reshape", [inside, b.constant([-1])])
+        rest = [a for a in range(rank) if a != axes.position]
+    else:
+        rows = inside
+        rest = [a for a in range(rank) if a not in axes.axes]
+    condition = b.unsqueeze(rows, rest) if rest else rows
+    zero = b.add("CastLike", [b.constant(0), inner]) if b.opset >= 15 else b.add("Sub", [inner, inner])
+    b.nodes.append(helper.make_node("Where", [condition, inner, zero], [name], name=f"{b.prefix}{name}_rows"))
