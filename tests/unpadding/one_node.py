@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
+
 from stof.symbolic import Symbolic
 from stof.unpadding.rules import find_row_wise
 from stof.unpadding.token_axes import Context, RowWise, TokenAxes

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from one_node import ABSENT, BATCH, LENGTH, NodeCase, Operand, check_row_wise, fixed, plain, tokens, weight
 from onnx import TensorProto
+
 from stof.unpadding.rules import _ELEMENTWISE, _RULES
 
 MS = "com.microsoft"
@@ -59,8 +60,40 @@ _BINARY = {
     "u8": ["BitShift"],
 }
 _UNARY = {
-    "f": """Abs Acos Atan Ceil Celu Cos Elu Erf Exp Floor HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu Log Neg
-    Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Tan Tanh ThresholdedRelu Mish""".split(),
+    "f": [
+        "Abs",
+        "Acos",
+        "Atan",
+        "Ceil",
+        "Celu",
+        "Cos",
+        "Elu",
+        "Erf",
+        "Exp",
+        "Floor",
+        "HardSigmoid",
+        "HardSwish",
+        "Identity",
+        "IsInf",
+        "IsNaN",
+        "LeakyRelu",
+        "Log",
+        "Neg",
+        "Reciprocal",
+        "Relu",
+        "Round",
+        "Selu",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Tan",
+        "Tanh",
+        "ThresholdedRelu",
+        "Mish",
+    ],
     "b": ["Not"],
 }
 _NEW = {"Mish": 18, "Gelu": 20}
