@@ -16,14 +16,14 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
 from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
-from stof.unpadding.region import ATTENTION, Region
+from stof.unpadding.region import ATTENTION, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
 
 _PADDED = "_padded"
 
 
-def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[Region]) -> onnx.ModelProto:
+def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[UnpaddedRegion]) -> onnx.ModelProto:
     """A copy of the model in which the nodes of the regions run on real tokens.
 
     Args:
@@ -110,7 +110,12 @@ class _Writer:
     """
 
     def __init__(
-        self, model: onnx.ModelProto, symbolic: Symbolic, region: Region, builder: Builder, original: dict[str, str]
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        region: UnpaddedRegion,
+        builder: Builder,
+        original: dict[str, str],
     ) -> None:
         self.graph = model.graph
         self.symbolic = symbolic

@@ -12,7 +12,7 @@ from stof.graph.index import DOMAIN
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate_or_none, size_names
 from stof.symbolic.tensor import Shape
-from stof.unpadding.region import ATTENTION, Region
+from stof.unpadding.region import ATTENTION, UnpaddedRegion
 from stof.unpadding.report import PADDING
 
 _BATCH, _LENGTH, _OTHER = 8, 256, 64  # sizes that are assumed for those without a number
@@ -21,7 +21,7 @@ _PRODUCTS = frozenset(
 )
 
 
-def estimate_gains(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[Region]) -> tuple[float, ...]:
+def estimate_gains(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[UnpaddedRegion]) -> tuple[float, ...]:
     """The time with padding over that without at each share of ``PADDING``; empty where nothing is multiplied.
 
     Time counts as multiplications of matrices: attention, whose padded tiles are skipped today, counts like the others.

@@ -59,7 +59,7 @@ class IndexRead:
 
 
 @dataclass(frozen=True)
-class Region:
+class UnpaddedRegion:
     """The nodes that run on real tokens.
 
     Attributes:
@@ -109,7 +109,7 @@ class MaskResult:
     """
 
     mask: PadMask
-    region: Region | None
+    region: UnpaddedRegion | None
     attentions: int
     reason: str
     tokens: Mapping[str, TokenAxes] = field(default_factory=dict)

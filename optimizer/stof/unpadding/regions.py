@@ -25,7 +25,7 @@ from stof.graph.index import (
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.tensor import Shape
-from stof.unpadding.region import ATTENTION, IndexRead, MaskResult, PadMask, PositionRead, Region, find_pad_mask
+from stof.unpadding.region import ATTENTION, IndexRead, MaskResult, PadMask, PositionRead, UnpaddedRegion, find_pad_mask
 from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
 from stof.unpadding.token_axes import Context, RowWise, TokenAxes
 
@@ -150,7 +150,7 @@ class _Analysis:
         cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(i, inside))
         if not sites:
             return self._refusal(self._find_cause())
-        region = Region(self.mask, self.shape, self.source, inside, sites, cross, self.tokens)
+        region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross, self.tokens)
         unpadded = region.unpadded(self.nodes)
         region = replace(
             region,

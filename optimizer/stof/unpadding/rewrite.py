@@ -17,7 +17,7 @@ from stof.symbolic import Symbolic
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
-from stof.unpadding.region import ATTENTION, MaskResult, Region
+from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion
 from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
 from stof.unpadding.zero_rows import find_missing, with_zero_rows
@@ -46,7 +46,7 @@ class UnpadDecisions(Decisions):
 
     batches: PaddedBatches
     unpadded: UnpadSection
-    regions: tuple[Region, ...] = ()
+    regions: tuple[UnpaddedRegion, ...] = ()
 
     @property
     def section(self) -> UnpadSection:
@@ -97,7 +97,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
         candidates = [NamedCandidate(r.mask.tensor, i) for i, r in enumerate(described.results)]
         self.check_plan(job, candidates)
         rows: list[UnpadReport] = []
-        regions: list[Region] = []
+        regions: list[UnpaddedRegion] = []
         for candidate, result in zip(candidates, described.results, strict=True):
             outputs = _zero_outputs(described.model, result)
             reason = result.reason if result.region is None else ""
@@ -149,7 +149,7 @@ def _zero_outputs(model: onnx.ModelProto | None, result: MaskResult) -> tuple[st
     return () if result.region is None else tuple(_zero_outputs_of(model, result.region))
 
 
-def _zero_outputs_of(model: onnx.ModelProto | None, region: Region) -> list[str]:
+def _zero_outputs_of(model: onnx.ModelProto | None, region: UnpaddedRegion) -> list[str]:
     """The outputs of the model that get zeros as rows of padding."""
     if model is None:
         return []

@@ -11,18 +11,18 @@ from onnx import TensorProto, helper
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
-from stof.unpadding.region import Region
+from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.token_axes import TokenAxes
 
 
-def find_missing(model: onnx.ModelProto, region: Region) -> str:
+def find_missing(model: onnx.ModelProto, region: UnpaddedRegion) -> str:
     """A tensor by which the rows of padding are found, and which a model does not have; empty where it has all."""
     names = {v.name for v in model.graph.input} | {n for node in model.graph.node for n in node.output}
     return next((n for n in (region.mask.tensor, *(r.indices for r in region.index_reads)) if n not in names), "")
 
 
 def with_zero_rows(
-    model: onnx.ModelProto, unpadded: onnx.ModelProto | None, regions: Sequence[Region]
+    model: onnx.ModelProto, unpadded: onnx.ModelProto | None, regions: Sequence[UnpaddedRegion]
 ) -> onnx.ModelProto:
     """A copy of the original in which outputs have zeros before the first real token of a sequence and behind its last one.
 
@@ -47,7 +47,7 @@ def with_zero_rows(
     return written
 
 
-def _find_rows(b: Builder, region: Region) -> str:
+def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
     """[B, S]: which rows stay."""
     real = b.add("Cast", [region.mask.tensor], to=TensorProto.BOOL)
     if region.mask.is_inverted:
