@@ -107,7 +107,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--unpad",
         choices=UNPAD,
         default="auto",
-        help="leave rows of padding out of the whole encoder; auto: where no output depends on them; on: they become 0 in outputs",
+        help="leave padding out of the whole encoder; auto: where no output depends on it; on: its rows become 0 in outputs",
     )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
 

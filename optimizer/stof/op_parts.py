@@ -63,7 +63,7 @@ class StatesOutputs(ABC):
 
     @abstractmethod
     def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
-        """The original with outputs as the options want them, by other means than the op's; itself where they stay as they are."""
+        """The original with outputs as the options want them, made without the op; itself where they stay as they are."""
 
 
 class HoldsPrompts(ABC):

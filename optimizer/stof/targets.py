@@ -44,7 +44,14 @@ class Target:
     has_cuda_gemm: bool = False
 
 
-CPU = Target(name="cpu", provider="CPUExecutionProvider", uses_gpu=False, packs_sequences=True, times_models=True, has_cpu_gemm=True)
+CPU = Target(
+    name="cpu",
+    provider="CPUExecutionProvider",
+    uses_gpu=False,
+    packs_sequences=True,
+    times_models=True,
+    has_cpu_gemm=True,
+)
 CUDA = Target(
     name="cuda",
     provider="CUDAExecutionProvider",

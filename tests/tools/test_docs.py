@@ -24,6 +24,7 @@ from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.tuning_cache import EarlierMeasurements
+from stof.unpadding.report import UnpadReport
 from stof.verification.model_times import ModelTimes, RunTimes
 from stof.verification.result import DecidedDifference, PartialVerification
 
@@ -182,7 +183,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["chains"]
     first = report["verification"]["comparisons"][0]
-    rows = (asdict(CacheReport("", None, False, "")), asdict(MlpReport("", None, False, "")))
+    rows = tuple(asdict(kind("", None, False, "")) for kind in (CacheReport, MlpReport, UnpadReport))
     predicted = (asdict(PredictionReport("", 0)), MlpSection(spec="p.npz").to_json()["sparse_mlp"])
     bucket = Bucket(0, 1, 1, 0.0, 1.0)
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()

@@ -16,14 +16,14 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
 from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
-from stof.unpadding.regions import ATTENTION, Region
+from stof.unpadding.region import ATTENTION, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
 
 _PADDED = "_padded"
 
 
-def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[Region]) -> onnx.ModelProto:
+def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[UnpaddedRegion]) -> onnx.ModelProto:
     """A copy of the model in which the nodes of the regions run on real tokens.
 
     Args:
@@ -36,13 +36,14 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[R
     taken |= {v.name for v in (*written.graph.input, *written.graph.initializer)}
     nodes: list[onnx.NodeProto] = []
     changed: set[str] = set()
+    original: dict[str, str] = {}
     kinds: dict[int, Sequences] = {}
     sources: dict[int, tuple[str, str]] = {}
     for number, region in enumerate(regions):
         prefix = f"stof_unpad{number}_"
         while any(name.startswith(prefix) for name in taken):
             prefix = f"_{prefix}"
-        writer = _Writer(written, symbolic, region, Builder(opset_of(model), prefix))
+        writer = _Writer(written, symbolic, region, Builder(opset_of(model), prefix), original)
         writer.rewrite()
         nodes += writer.builder.nodes
         changed |= writer.unpadded.keys()
@@ -85,8 +86,12 @@ def _add_roles(model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: 
         node.attribute.append(helper.make_attribute(SEQUENCES, kind.value))
     for function in model.functions:
         if function.domain == DOMAIN and function.name == ATTENTION:
-            layouts = next(attention_layouts(n) for n in model.graph.node if n.domain == DOMAIN and n.op_type == ATTENTION)
-            function.CopyFrom(add_sequences(function, layouts, pad_slot, {kinds.get(i, Sequences.NONE) for i in _calls(model)}))
+            layouts = next(
+                attention_layouts(n) for n in model.graph.node if n.domain == DOMAIN and n.op_type == ATTENTION
+            )
+            function.CopyFrom(
+                add_sequences(function, layouts, pad_slot, {kinds.get(i, Sequences.NONE) for i in _calls(model)})
+            )
 
 
 def _calls(model: onnx.ModelProto) -> Iterable[int]:
@@ -94,9 +99,24 @@ def _calls(model: onnx.ModelProto) -> Iterable[int]:
 
 
 class _Writer:
-    """Rewrites one region of a model in place; new nodes are the builder's."""
+    """Rewrites one region of a model in place; new nodes are the builder's.
 
-    def __init__(self, model: onnx.ModelProto, symbolic: Symbolic, region: Region, builder: Builder) -> None:
+    Args:
+        model: is changed.
+        symbolic: of the model before any region was rewritten.
+        region: of the model.
+        builder: gets the new nodes.
+        original: for tensors that have other names than in ``symbolic``, the name there.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        symbolic: Symbolic,
+        region: UnpaddedRegion,
+        builder: Builder,
+        original: dict[str, str],
+    ) -> None:
         self.graph = model.graph
         self.symbolic = symbolic
         self.region = region
@@ -105,7 +125,7 @@ class _Writer:
         self.gathered: dict[tuple[str, TokenAxes], str] = {}
         self.as_source = _inputs_as(model.graph, region.source)
         self.padded: dict[str, str] = {}
-        self.original: dict[str, str] = {}  # names that tensors had, where they are others now
+        self.original = original
         self.cumulative = self.first_position = self.index = self.rows = self.positions = self.sequences = ""
         self.batch = self.length = ""
 
@@ -157,8 +177,14 @@ class _Writer:
             last = b.add("Where", [is_outside, b.add("Sub", [self.length, one]), last])
         row = b.add("Range", [zero, self.length, one])
         before, behind = b.add("Less", [row, first]), b.add("Greater", [row, last])
-        outside = b.add("Or", [before, behind])
-        found = b.add("NonZero", [b.add("Not", [outside])])
+        inside = b.add("Not", [b.add("Or", [before, behind])])
+        if self.region.index_reads:
+            # Rare, as a text that is padded on the other side than its pooling expects: all rows stay.
+            all_rows = self._are_read_outside(inside)
+            first = b.add("Where", [all_rows, zero, first])
+            last = b.add("Where", [all_rows, b.add("Sub", [self.length, one]), last])
+            inside = b.add("Or", [inside, all_rows])
+        found = b.add("NonZero", [inside])
         self.sequences, self.positions = (b.add("Gather", [found, b.constant(i)]) for i in range(2))
         self.index = b.unsqueeze(b.add("Transpose", [found], perm=[1, 0]), [0])
         self.rows = b.add("Add", [b.add("Mul", [self.sequences, self.length]), self.positions])
@@ -166,6 +192,20 @@ class _Writer:
         ends = b.add("Concat", [b.constant([0]), b.add("CumSum", [length, zero])], axis=0)
         self.cumulative = b.add("Cast", [ends], to=TensorProto.INT32)
         self.first_position = b.add("Cast", [b.add("Squeeze", [first, b.constant([1])])], to=TensorProto.INT32)
+
+    def _are_read_outside(self, inside: str) -> str:
+        """Whether nodes read rows by indices that are not among those of ``inside`` [B, S]."""
+        b, reads = self.builder, dict.fromkeys((r.indices, r.kind) for r in self.region.index_reads)
+        found = ""
+        for indices, kind in reads:
+            if kind == "rows":
+                row = b.add("Gather", [b.add("Reshape", [inside, b.constant([-1])]), indices])
+            else:
+                row = b.add("GatherND", [inside, indices], batch_dims=int(kind == "positions"))
+            count = b.add("ReduceSum", [b.add("Cast", [b.add("Not", [row])], to=TensorProto.INT64)], keepdims=0)
+            is_outside = b.add("Greater", [count, b.constant(0)])
+            found = b.add("Or", [found, is_outside]) if found else is_outside
+        return found
 
     # ---- nodes of the region ----
     def _rewrite_node(self, i: int, node: onnx.NodeProto) -> None:
@@ -243,6 +283,7 @@ class _Writer:
         """A tensor of the region with rows of padding, which are 0."""
         if name not in self.padded:
             self.padded[name] = self._write_padded(name)
+            self.original[self.padded[name]] = self.original.get(name, name)
         return self.padded[name]
 
     def _write_padded(self, name: str) -> str:
@@ -276,7 +317,9 @@ class _Writer:
     def _replace_size(self, node: onnx.NodeProto, name: str) -> None:
         """Has a Shape node give the shape of the padded tensor, without that tensor."""
         shape = self._shape(name)
-        start, end = (next((a.i for a in node.attribute if a.name == n), d) for n, d in (("start", 0), ("end", len(shape))))
+        start, end = (
+            next((a.i for a in node.attribute if a.name == n), d) for n, d in (("start", 0), ("end", len(shape)))
+        )
         sizes = self._sizes(shape[start:end])
         node.op_type = "Identity"
         del node.attribute[:]

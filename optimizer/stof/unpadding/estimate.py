@@ -12,21 +12,25 @@ from stof.graph.index import DOMAIN
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate_or_none, size_names
 from stof.symbolic.tensor import Shape
-from stof.unpadding.regions import ATTENTION, Region
+from stof.unpadding.region import ATTENTION, UnpaddedRegion
 from stof.unpadding.report import PADDING
 
 _BATCH, _LENGTH, _OTHER = 8, 256, 64  # sizes that are assumed for those without a number
-_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul", "MatMulNBits", "FusedGemm"})
+_PRODUCTS = frozenset(
+    {"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul", "MatMulNBits", "FusedGemm"}
+)
 
 
-def estimate_gains(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[Region]) -> tuple[float, ...]:
+def estimate_gains(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[UnpaddedRegion]) -> tuple[float, ...]:
     """The time with padding over that without at each share of ``PADDING``; empty where nothing is multiplied.
 
     Time counts as multiplications of matrices: attention, whose padded tiles are skipped today, counts like the others.
     """
     sizes = dict.fromkeys(_names(symbolic, model), _OTHER)
     for region in regions:
-        sizes |= dict.fromkeys(size_names(region.shape[1]), _LENGTH) | dict.fromkeys(size_names(region.shape[0]), _BATCH)
+        sizes |= dict.fromkeys(size_names(region.shape[1]), _LENGTH) | dict.fromkeys(
+            size_names(region.shape[0]), _BATCH
+        )
     inside = outside = 0.0
     nodes_inside = {i for region in regions for i in region.nodes}
     for i, node in enumerate(model.graph.node):

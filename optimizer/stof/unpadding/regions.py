@@ -1,116 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the regions of a graph that can run on real tokens alone.
 
-A region belongs to one key padding mask. Tokens are followed forwards from the model's inputs of its shape through nodes that
-compute each token by itself, and through attention under that mask. Then rows of padding are followed backwards from whatever reads
-them: a node is in the region where nobody does.
+A region belongs to one key padding mask. Tokens are followed forwards from the model's inputs of its shape, through nodes
+that compute each token by itself and through attention under that mask. Then rows of padding are followed backwards from
+whatever reads them: a node is in the region where nothing does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import onnx
 
-from stof.graph.index import DOMAIN, captured_tensors, describe, find_needed, is_standard
-from stof.mask.expression import MaskExpression
-from stof.mask.expression_nodes import print_node
+from stof.graph.index import (
+    DOMAIN,
+    captured_tensors,
+    describe,
+    find_needed,
+    is_standard,
+    node_tensors,
+    producer_indices,
+)
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.tensor import Shape
+from stof.unpadding.region import ATTENTION, IndexRead, MaskResult, PadMask, PositionRead, UnpaddedRegion, find_pad_mask
 from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
 from stof.unpadding.token_axes import Context, RowWise, TokenAxes
 
-ATTENTION = "StofAttention"
 _ONE = integer(1)
-_PAD, _NOT_PAD = "pad[b, k]", "not pad[b, k]"
 # Results that are 0 (or false) wherever their first input is.
 _KEEPS_ZERO = frozenset(
-    {"Cast", "CastLike", "Identity", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Transpose", "Abs", "Neg", "Sign", "Relu"}
+    {
+        "Cast",
+        "CastLike",
+        "Identity",
+        "Unsqueeze",
+        "Squeeze",
+        "Expand",
+        "Reshape",
+        "Transpose",
+        "Abs",
+        "Neg",
+        "Sign",
+        "Relu",
+    }
 )
 _ANY_FACTOR = frozenset({"Mul", "And"})
-
-
-@dataclass(frozen=True)
-class PadMask:
-    """A key padding mask [B, T] that attention reads.
-
-    Attributes:
-        tensor: its name.
-        is_inverted: whether padding is what is not zero.
-    """
-
-    tensor: str
-    is_inverted: bool = False
-
-
-@dataclass(frozen=True)
-class PositionRead:
-    """A node that reads one position of each sequence, which must then be among the tokens.
-
-    Attributes:
-        node: its index.
-        position: of all sequences; negative: from the end.
-    """
-
-    node: int
-    position: int
-
-
-@dataclass(frozen=True)
-class Region:
-    """The nodes that run on real tokens.
-
-    Attributes:
-        mask: which tokens are real.
-        shape: the sizes B and T of the padded batch.
-        source: an input of the model that begins with both axes.
-        nodes: what is known of each of them, by its index in the graph.
-        sites: of these, the StofAttention nodes of which query, key and value are unpadded.
-        cross_sites: StofAttention nodes, none of the region, of which key and value are.
-        tokens: the axes of the tokens, by tensor.
-        reads: the positions that other nodes read.
-        sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
-    """
-
-    mask: PadMask
-    shape: Shape
-    source: str
-    nodes: Mapping[int, RowWise]
-    sites: frozenset[int]
-    cross_sites: frozenset[int]
-    tokens: Mapping[str, TokenAxes]
-    reads: tuple[PositionRead, ...] = ()
-    sizes: Mapping[int, str] = field(default_factory=dict)
-
-    def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:
-        """The tensors that the region writes, with their axes of tokens."""
-        return {
-            name: axes
-            for i, row_wise in self.nodes.items()
-            for name, axes in zip(nodes[i].output, row_wise.outputs, strict=False)
-            if name and axes is not None
-        }
-
-
-@dataclass(frozen=True)
-class MaskResult:
-    """What was found for one mask.
-
-    Attributes:
-        mask: the mask.
-        region: what can run on real tokens; None: nothing.
-        attentions: how many StofAttention nodes read the mask.
-        reason: why nothing can, or why some of them cannot; empty where all do.
-        tokens: the axes of the tokens, by tensor, as far as they could be followed.
-    """
-
-    mask: PadMask
-    region: Region | None
-    attentions: int
-    reason: str
-    tokens: Mapping[str, TokenAxes] = field(default_factory=dict)
 
 
 def find_regions(
@@ -159,19 +96,6 @@ def _find_region(
         outputs -= others
 
 
-def find_pad_mask(node: onnx.NodeProto) -> PadMask | None:
-    """The padding that a StofAttention node's mask forbids in every row; None: there is none."""
-    texts = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
-    roles = texts.get("operands", "").split()
-    if "pad" not in roles or "cumulative_sequence_length" in roles or "cumulative_key_length" in roles:
-        return None
-    conjuncts = [print_node(c) for c in MaskExpression.parse(texts.get("mask", "")).conjuncts]
-    tensor = node.input[3 + roles.index("pad")]
-    if _PAD in conjuncts:
-        return PadMask(tensor)
-    return PadMask(tensor, True) if _NOT_PAD in conjuncts else None
-
-
 class _Analysis:
     """One mask, and what follows from it in a graph."""
 
@@ -197,7 +121,11 @@ class _Analysis:
         self.zero: set[str] = set()  # tensors that are 0 in all rows of padding
         self.true: set[str] = set()  # conditions that hold there
         self.known: dict[int, RowWise] = {}
+        self.reads: list[PositionRead] = []
+        self.index_reads: list[IndexRead] = []
+        self.sizes: dict[int, str] = {}  # Shape nodes, with the tensors whose shape they give
         self.needed: dict[str, str] = {}  # tensors whose rows of padding are read, with what reads them
+        self.writers = producer_indices(self.nodes)
         self.captured = {n for node in self.nodes for n in captured_tensors(node)}
 
     def result(self, taken: set[int]) -> MaskResult:
@@ -207,7 +135,7 @@ class _Analysis:
         self._follow_tokens()
         if not self.source:
             return self._refusal("no input of the model has a batch of texts as long as the keys are")
-        reads, sizes = self._follow_padding()
+        self._follow_padding()
         before = find_needed([self.mask.tensor], self.nodes)  # what the mask is computed from
         inside = {
             i: row_wise
@@ -222,11 +150,14 @@ class _Analysis:
         cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(i, inside))
         if not sites:
             return self._refusal(self._find_cause())
-        region = Region(self.mask, self.shape, self.source, inside, sites, cross, self.tokens)
+        region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross, self.tokens)
         unpadded = region.unpadded(self.nodes)
-        reads = [r for r in reads if self.nodes[r.node].input[0] in unpadded]
-        sizes = {i: name for i, name in sizes.items() if name in unpadded}
-        region = Region(self.mask, self.shape, self.source, inside, sites, cross, self.tokens, tuple(reads), sizes)
+        region = replace(
+            region,
+            reads=tuple(r for r in self.reads if self.nodes[r.node].input[0] in unpadded),
+            index_reads=tuple(r for r in self.index_reads if self.nodes[r.node].input[0] in unpadded),
+            sizes={i: name for i, name in self.sizes.items() if name in unpadded},
+        )
         reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()
         return MaskResult(self.mask, region, len(self.attentions), reason, self.tokens)
 
@@ -312,10 +243,8 @@ class _Analysis:
         return self.symbolic.uniform(name) == 0
 
     # ---- backwards ----
-    def _follow_padding(self) -> tuple[list[PositionRead], dict[int, str]]:
-        """Finds what reads rows of padding, and the nodes that read one position or a shape alone."""
-        reads: list[PositionRead] = []
-        sizes: dict[int, str] = {}
+    def _follow_padding(self) -> None:
+        """Finds what reads rows of padding, and the nodes that read single rows or a shape alone."""
         for output in self.graph.output:
             if output.name in self.tokens and output.name not in self.zero_outputs:
                 self._need([output.name], f"output {output.name!r} has a row for every position")
@@ -334,14 +263,15 @@ class _Analysis:
                 if i in self.attentions:  # operands, which the operator reads by positions
                     self._need([n for n in node.input[3:] if n != self.mask.tensor], f"{describe(node)} reads it")
             elif is_standard(node) and node.op_type == "Shape":
-                sizes[i] = node.input[0]
+                self.sizes[i] = node.input[0]
             elif (position := self._read_position(node)) is not None:
-                reads.append(PositionRead(i, position))
+                self.reads.append(PositionRead(i, position))
+            elif (kind := self._read_indices(node)) is not None:
+                self.index_reads.append(IndexRead(i, node.input[1], kind))
             elif node.domain == DOMAIN and node.op_type == ATTENTION:
                 self._need_attention(i, node)
             else:
                 self._need(names, f"{describe(node)} reads rows of padding")
-        return reads, sizes
 
     def _need(self, names: Iterable[str], cause: str) -> None:
         for name in names:
@@ -374,6 +304,37 @@ class _Analysis:
         if node.op_type == "Slice":
             return self._read_slice(context, axes.position, len(shape))
         return None
+
+    def _read_indices(self, node: onnx.NodeProto) -> str | None:
+        """The kind of indices by which a node reads single rows; None: it does something else, or indices are of tokens."""
+        axes = self.tokens.get(node.input[0])
+        if not is_standard(node) or axes is None or any(n in self.tokens for n in node.input[1:]):
+            return None
+        context = self._context(node)
+        shape = context.shape(1)
+        if node.op_type == "Gather" and axes.merged and axes.position == 0 and context.number("axis", 0) == 0:
+            kind = "rows"
+        elif node.op_type == "GatherND" and axes == TokenAxes(0, 1) and shape:
+            width, batch_dims = shape[-1].constant, context.number("batch_dims", 0)
+            kind = {(2, 0): "pairs", (1, 1): "positions"}.get((width or 0, batch_dims), "")
+        else:
+            kind = ""
+        return kind if kind and not self._depends_on_tokens(node.input[1]) else None
+
+    def _depends_on_tokens(self, name: str) -> bool:
+        """Whether a tensor is computed from results of attention; from shapes of tensors does not count."""
+        pending, seen = [name], set[str]()
+        while pending:
+            tensor = pending.pop()
+            i = self.writers.get(tensor)
+            if tensor in seen or i is None:
+                continue
+            seen.add(tensor)
+            if i in self.attentions or self.nodes[i].domain == DOMAIN:
+                return True
+            if self.nodes[i].op_type != "Shape":
+                pending.extend(node_tensors(self.nodes[i]))
+        return False
 
     def _read_slice(self, context: Context, axis: int, rank: int) -> int | None:
         starts, ends = context.numbers("starts", 1), context.numbers("ends", 2)

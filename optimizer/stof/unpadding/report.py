@@ -92,7 +92,13 @@ class UnpadSection(Section):
     def page_gains(self) -> Sequence[Gain]:
         half = PADDING.index(0.5)
         return [
-            Gain(f"batches padded by half, mask {r.batch}", r.nodes, r.gains[half], False, "--unpad off leaves the padding")
+            Gain(
+                f"batches padded by half, mask {r.batch}",
+                r.nodes,
+                r.gains[half],
+                False,
+                "--unpad off leaves the padding",
+            )
             for r in self.rows
             if r.replaced and r.gains
         ]

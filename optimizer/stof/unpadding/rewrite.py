@@ -17,9 +17,10 @@ from stof.symbolic import Symbolic
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
-from stof.unpadding.regions import ATTENTION, MaskResult, Region, find_regions
+from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion
+from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
-from stof.unpadding.zero_rows import has_tensor, with_zero_rows
+from stof.unpadding.zero_rows import find_missing, with_zero_rows
 
 _OFF = "see --unpad"
 
@@ -45,7 +46,7 @@ class UnpadDecisions(Decisions):
 
     batches: PaddedBatches
     unpadded: UnpadSection
-    regions: tuple[Region, ...] = ()
+    regions: tuple[UnpaddedRegion, ...] = ()
 
     @property
     def section(self) -> UnpadSection:
@@ -96,12 +97,12 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
         candidates = [NamedCandidate(r.mask.tensor, i) for i, r in enumerate(described.results)]
         self.check_plan(job, candidates)
         rows: list[UnpadReport] = []
-        regions: list[Region] = []
+        regions: list[UnpaddedRegion] = []
         for candidate, result in zip(candidates, described.results, strict=True):
             outputs = _zero_outputs(described.model, result)
             reason = result.reason if result.region is None else ""
-            if outputs and not has_tensor(job.model, result.mask.tensor):
-                reason = f"its mask {result.mask.tensor!r} is no tensor of the original, whose rows of padding would become 0"
+            if outputs and result.region is not None and (missing := find_missing(job.model, result.region)):
+                reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
             reason = self.choice(job).reason_kept(candidate, reason)
@@ -148,7 +149,7 @@ def _zero_outputs(model: onnx.ModelProto | None, result: MaskResult) -> tuple[st
     return () if result.region is None else tuple(_zero_outputs_of(model, result.region))
 
 
-def _zero_outputs_of(model: onnx.ModelProto | None, region: Region) -> list[str]:
+def _zero_outputs_of(model: onnx.ModelProto | None, region: UnpaddedRegion) -> list[str]:
     """The outputs of the model that get zeros as rows of padding."""
     if model is None:
         return []

@@ -331,6 +331,20 @@ def _matmul(context: Context) -> RowWise | None:
     return RowWise((axes,), {tokens: own})
 
 
+def _convolve(context: Context) -> RowWise | None:
+    """A convolution with a kernel of one position."""
+    own, weight = context.axes_of(0), context.shape(1)
+    if own is None or own.batch != 0 or own.position in (None, 1) or weight is None:
+        return None
+    if any(n != _ONE for n in weight[2:]) or any(context.axes_of(i) is not None for i in (1, 2)):
+        return None
+    for name in ("strides", "pads"):
+        found = context.attribute(name)
+        if found is not None and any(n != (1 if name == "strides" else 0) for n in found.ints):
+            return None
+    return RowWise((own,), {0: own})
+
+
 def _gemm(context: Context) -> RowWise | None:
     own = context.axes_of(0)
     if own is None or own.axes != {0} or context.number("transA", 0):
@@ -377,10 +391,23 @@ def layout_axes(layout: str) -> TokenAxes:
     return TokenAxes(0, _POSITION[layout])
 
 
-_ELEMENTWISE = """Abs Acos Add And Atan BitShift Cast CastLike Ceil Celu Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater
-GreaterOrEqual HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Min Mish Mod Neg Not Or PRelu Pow
-Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Tan Tanh ThresholdedRelu Xor""".split()
-_REDUCING = ["ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "ReduceL1", "ReduceL2"]
+_ELEMENTWISE = (
+    "Abs", "Acos", "Add", "And", "Atan", "BitShift", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu",
+    "Equal", "Erf", "Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity",
+    "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mod", "Neg", "Not", "Or",
+    "PRelu", "Pow", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt",
+    "Sub", "Sum", "Tan", "Tanh", "ThresholdedRelu", "Xor",
+)  # fmt: skip
+_REDUCING = [
+    "ReduceMax",
+    "ReduceMean",
+    "ReduceMin",
+    "ReduceProd",
+    "ReduceSum",
+    "ReduceSumSquare",
+    "ReduceL1",
+    "ReduceL2",
+]
 _MICROSOFT = "com.microsoft"
 
 _RULES: dict[tuple[str, str], Rule] = {
@@ -408,6 +435,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "MatMul"): _matmul,
     ("", "MatMulInteger"): _matmul,
     ("", "Gemm"): _gemm,
+    ("", "Conv"): _convolve,
     ("", "DynamicQuantizeLinear"): _quantize,
     ("", "QuantizeLinear"): _weight,
     ("", "DequantizeLinear"): _weight,

@@ -61,8 +61,8 @@ class RowWise:
 
     Attributes:
         outputs: the axes of the tokens in each result; None: it has none.
-        inputs: those in each input, by its index, that are gathered where they do not come from unpadded nodes. Others are the same
-            for all tokens.
+        inputs: those in each input, by its index: it is gathered where no unpadded node writes it. Other inputs are the same for
+            all tokens.
         shape: the index of an input that holds the shape of the result, and that shape for unpadded tokens; -1: their number.
         ignored: indices of inputs of which the rows of padding do not reach the result, whatever they hold.
     """

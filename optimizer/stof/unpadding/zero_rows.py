@@ -11,17 +11,19 @@ from onnx import TensorProto, helper
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
-from stof.unpadding.regions import Region
+from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.token_axes import TokenAxes
 
 
-def has_tensor(model: onnx.ModelProto, name: str) -> bool:
-    """Whether a model has an input of this name, or a node that writes it."""
-    graph = model.graph
-    return any(v.name == name for v in graph.input) or any(name in n.output for n in graph.node)
+def find_missing(model: onnx.ModelProto, region: UnpaddedRegion) -> str:
+    """A tensor by which the rows of padding are found, and which a model does not have; empty where it has all."""
+    names = {v.name for v in model.graph.input} | {n for node in model.graph.node for n in node.output}
+    return next((n for n in (region.mask.tensor, *(r.indices for r in region.index_reads)) if n not in names), "")
 
 
-def with_zero_rows(model: onnx.ModelProto, unpadded: onnx.ModelProto | None, regions: Sequence[Region]) -> onnx.ModelProto:
+def with_zero_rows(
+    model: onnx.ModelProto, unpadded: onnx.ModelProto | None, regions: Sequence[UnpaddedRegion]
+) -> onnx.ModelProto:
     """A copy of the original in which outputs have zeros before the first real token of a sequence and behind its last one.
 
     Rows of a sequence without a real token stay, and those of one of which a node reads another position. The rows are found by
@@ -45,7 +47,7 @@ def with_zero_rows(model: onnx.ModelProto, unpadded: onnx.ModelProto | None, reg
     return written
 
 
-def _find_rows(b: Builder, region: Region) -> str:
+def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
     """[B, S]: which rows stay."""
     real = b.add("Cast", [region.mask.tensor], to=TensorProto.BOOL)
     if region.mask.is_inverted:
@@ -57,12 +59,18 @@ def _find_rows(b: Builder, region: Region) -> str:
     inside = b.add("And", [begun, not_over])
     total = b.add("ReduceSum", [count, b.constant([1])], keepdims=1)
     inside = b.add("Or", [inside, b.add("Equal", [total, zero])])
-    whole = []
-    for position in sorted({r.position for r in region.reads}):
-        at = b.add("Gather", [inside, b.constant([position])], axis=1)
-        whole.append(b.add("Not", [at]))
-    for condition in whole:
+    positions = sorted({r.position for r in region.reads})
+    missing = [b.add("Not", [b.add("Gather", [inside, b.constant([p])], axis=1)]) for p in positions]
+    for condition in missing:
         inside = b.add("Or", [inside, condition])
+    for indices, kind in dict.fromkeys((r.indices, r.kind) for r in region.index_reads):
+        if kind == "rows":
+            rows = b.add("Gather", [b.add("Reshape", [inside, b.constant([-1])]), indices])
+        else:
+            rows = b.add("GatherND", [inside, indices], batch_dims=int(kind == "positions"))
+        kept = b.add("Cast", [rows], to=TensorProto.INT64)
+        missed = b.add("ReduceSum", [b.add("Sub", [b.constant(1), kept])], keepdims=0)
+        inside = b.add("Or", [inside, b.add("Greater", [missed, zero])])
     return inside
 
 

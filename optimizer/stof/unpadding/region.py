@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A region of a graph that can run on real tokens alone, and the key padding mask that says which these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+
+from stof.mask.expression import MaskExpression
+from stof.mask.expression_nodes import print_node
+from stof.symbolic.tensor import Shape
+from stof.unpadding.token_axes import RowWise, TokenAxes
+
+ATTENTION = "StofAttention"
+_PAD, _NOT_PAD = "pad[b, k]", "not pad[b, k]"
+
+
+@dataclass(frozen=True)
+class PadMask:
+    """A key padding mask [B, T] that attention reads.
+
+    Attributes:
+        tensor: its name.
+        is_inverted: whether padding is what is not zero.
+    """
+
+    tensor: str
+    is_inverted: bool = False
+
+
+@dataclass(frozen=True)
+class PositionRead:
+    """A node that reads one position of each sequence, which must then be among the tokens.
+
+    Attributes:
+        node: its index.
+        position: of all sequences; negative: from the end.
+    """
+
+    node: int
+    position: int
+
+
+@dataclass(frozen=True)
+class IndexRead:
+    """A node that reads the rows that a tensor of indices names, which must then be among the tokens.
+
+    Attributes:
+        node: its index.
+        indices: the tensor.
+        kind: what it holds: "pairs" of sequence and position, "rows" of batch times positions, "positions" of each sequence.
+    """
+
+    node: int
+    indices: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class UnpaddedRegion:
+    """The nodes that run on real tokens.
+
+    Attributes:
+        mask: which tokens are real.
+        shape: the sizes B and T of the padded batch.
+        source: an input of the model that begins with both axes.
+        nodes: what is known of each of them, by its index in the graph.
+        sites: of these, the StofAttention nodes of which query, key and value are unpadded.
+        cross_sites: StofAttention nodes, none of the region, of which key and value are.
+        tokens: the axes of the tokens, by tensor.
+        reads: the positions that other nodes read.
+        index_reads: the rows that other nodes read by indices.
+        sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
+    """
+
+    mask: PadMask
+    shape: Shape
+    source: str
+    nodes: Mapping[int, RowWise]
+    sites: frozenset[int]
+    cross_sites: frozenset[int]
+    tokens: Mapping[str, TokenAxes]
+    reads: tuple[PositionRead, ...] = ()
+    index_reads: tuple[IndexRead, ...] = ()
+    sizes: Mapping[int, str] = field(default_factory=dict)
+
+    def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:
+        """The tensors that the region writes, with their axes of tokens."""
+        return {
+            name: axes
+            for i, row_wise in self.nodes.items()
+            for name, axes in zip(nodes[i].output, row_wise.outputs, strict=False)
+            if name and axes is not None
+        }
+
+
+@dataclass(frozen=True)
+class MaskResult:
+    """What was found for one mask.
+
+    Attributes:
+        mask: the mask.
+        region: what can run on real tokens; None: nothing.
+        attentions: how many StofAttention nodes read the mask.
+        reason: why nothing can, or why some of them cannot; empty where all do.
+        tokens: the axes of the tokens, by tensor, as far as they could be followed.
+    """
+
+    mask: PadMask
+    region: UnpaddedRegion | None
+    attentions: int
+    reason: str
+    tokens: Mapping[str, TokenAxes] = field(default_factory=dict)
+
+
+def find_pad_mask(node: onnx.NodeProto) -> PadMask | None:
+    """The padding that a StofAttention node's mask forbids in every row; None: there is none."""
+    texts = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
+    roles = texts.get("operands", "").split()
+    if "pad" not in roles or "cumulative_sequence_length" in roles or "cumulative_key_length" in roles:
+        return None
+    conjuncts = [print_node(c) for c in MaskExpression.parse(texts.get("mask", "")).conjuncts]
+    tensor = node.input[3 + roles.index("pad")]
+    if _PAD in conjuncts:
+        return PadMask(tensor)
+    return PadMask(tensor, True) if _NOT_PAD in conjuncts else None
