@@ -314,6 +314,9 @@ def _dynamic_quantize() -> list[NodeCase]:
 
 
 MATMULS = [
+    case("Conv", tokens("B 4 S"), weight(3, 4, 1), weight(3)),
+    case("Conv", tokens("B 4 S"), weight(4, 1, 1), group=4, auto_pad="SAME_UPPER", kernel_shape=[1]),
+    case("Conv", tokens("B 4 S 2"), weight(3, 4, 1, 1), pads=[0, 0, 0, 0], strides=[1, 1], dilations=[2, 2]),
     case("MatMul", tokens("B S 4"), weight(4, 3)),
     case("MatMul", tokens("BS 4"), weight(4, 3)),
     case("MatMul", tokens("B S 4"), weight(1, 4, 3)),
@@ -443,6 +446,14 @@ def test_only_what_padding_hides_is_ignored(op: str, condition: dict[str, bool])
 
 # Nodes that mix tokens, or may: a rule either says nothing, or what it says holds.
 MIXING = [
+    case("Conv", tokens("B 4 S"), weight(3, 4, 3), pads=[1, 1]),
+    case("Conv", tokens("B 4 S"), weight(3, 4, 1), strides=[2]),
+    case("Conv", tokens("B 4 S"), weight(3, 4, 1), pads=[1, 0]),
+    case("Conv", tokens("B S 4"), weight(3, 5, 1), is_static=True),
+    case("Conv", tokens("4 B S"), weight(3, 3, 1), is_static=True),
+    case("Conv", tokens("B 4 S"), plain("3 4 1")),
+    case("Conv", tokens("S 4 B"), weight(3, 4, 1)),
+    case("Conv", tokens("B 4 S 2"), weight(3, 4, 1, 2)),
     *(
         case(op, tokens("B S 4"), fixed([a], "i"), opset=18, keepdims=k)
         for op in REDUCTIONS
