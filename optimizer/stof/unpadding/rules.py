@@ -25,7 +25,9 @@ def find_row_wise(context: Context) -> RowWise | None:
         return None
     domain = "" if is_standard(node) else node.domain
     rule = _RULES.get((domain, node.op_type))
-    return None if rule is None else rule(context)
+    row_wise = None if rule is None else rule(context)
+    # Readers of a result that a rule does not name would find it without padding.
+    return None if row_wise is None or any(node.output[len(row_wise.outputs) :]) else row_wise
 
 
 def _align(axes: TokenAxes, rank: int, result: Shape, shape: Shape | None) -> TokenAxes | None:
@@ -97,11 +99,17 @@ def _select(context: Context) -> RowWise | None:
 
 
 def _same(context: Context) -> RowWise | None:
-    """One result of the shape of the first input; each of its elements is from that input's."""
+    """Results of the shape of the first input; each of their elements is from that input's."""
     own = context.axes_of(0)
     if own is None or any(context.axes_of(i) is not None for i in range(1, len(context.node.input))):
         return None
-    return RowWise((own,), {0: own})
+    return RowWise((own,) * len(context.node.output), {0: own})
+
+
+def _cast_like(context: Context) -> RowWise | None:
+    """The second input gives a type alone: none of its rows reaches the result."""
+    row_wise = RowWise((None,), {}) if context.axes_of(0) is None else _broadcast(context, (0,))
+    return None if row_wise is None else RowWise(row_wise.outputs, row_wise.inputs, None, frozenset({1}))
 
 
 def _rank(context: Context, i: int = 0) -> int | None:
@@ -120,7 +128,18 @@ def _along(context: Context, first: int | None, outputs: int = 1) -> RowWise | N
 
 
 def _normalize(context: Context) -> RowWise | None:
-    return _along(context, context.number("axis", -1))
+    first, rank = context.number("axis", -1), _rank(context)
+    if rank is None or not all(_is_same_before(context, i, rank - first % rank) for i in (1, 2)):
+        return None
+    return _along(context, first)
+
+
+def _is_same_before(context: Context, i: int, behind: int) -> bool:
+    """Whether an input is absent, or has a size other than 1 in its last ``behind`` axes alone."""
+    shape = context.shape(i)
+    if shape is None:
+        return not context.has(i)
+    return all(n == _ONE for n in shape[: max(0, len(shape) - behind)])
 
 
 def _softmax(context: Context) -> RowWise | None:
@@ -139,7 +158,7 @@ def _skip_norm(context: Context) -> RowWise | None:
         return None
     axes = row_wise.outputs[0]
     rank = _rank(context)
-    if axes is None or rank is None or rank - 1 in axes.axes:
+    if axes is None or rank is None or rank - 1 in axes.axes or any(context.node.output[1:3]):
         return None
     return RowWise((axes, None, None, axes)[: len(context.node.output)], row_wise.inputs)
 
@@ -263,7 +282,8 @@ def _flatten(context: Context) -> RowWise | None:
     own, rank = context.axes_of(0), _rank(context)
     if own is None or rank is None or not own.is_whole or own.merged:
         return None
-    axis = context.number("axis", 1) % (rank + 1)
+    axis = context.number("axis", 1)
+    axis += rank if axis < 0 else 0
     return RowWise((TokenAxes(None, 0, True),), {0: own}) if (own.batch, own.position, axis) == (0, 1, 2) else None
 
 
@@ -315,6 +335,8 @@ def _matmul(context: Context) -> RowWise | None:
         return None
     if any(context.axes_of(i) is not None for i in range(2, len(context.node.input))):
         return None
+    if not _is_same_before(context, 2, 0):  # the zero point of MatMulInteger's first input: of each row
+        return None
     tokens = 0 if left is not None else 1
     own, other, mine = left or right, shapes[1 - tokens], shapes[tokens]
     assert own is not None
@@ -363,6 +385,25 @@ def _weight(context: Context) -> RowWise | None:
     return None if rank is None else _along(context, rank - 1)
 
 
+def _weight_matrix(at: int, scales: tuple[int, ...] = ()) -> Rule:
+    """Tokens times the matrix that input ``at`` is; ``scales`` are inputs that may hold a number for each row of tokens."""
+
+    def rule(context: Context) -> RowWise | None:
+        is_same = _is_same_before(context, at, 2) and all(_is_same_before(context, i, 0) for i in scales)
+        return _weight(context) if is_same else None
+
+    return rule
+
+
+def _scaled(context: Context) -> RowWise | None:
+    """Scale and zero point are numbers, or have one for each place along an axis without tokens."""
+    own, rank, scale = context.axes_of(0), _rank(context), context.shape(1)
+    if own is None or rank is None or scale is None or any(context.axes_of(i) is not None for i in (1, 2)):
+        return None
+    is_same = all(n == _ONE for n in scale) or (len(scale) == 1 and context.number("axis", 1) % rank not in own.axes)
+    return RowWise((own,), {0: own}) if is_same and not context.number("block_size", 0) else None
+
+
 def _quantize(context: Context) -> RowWise | None:
     """Scales are from all rows together: from those of real tokens alone where padding is left out."""
     own = context.axes_of(0)
@@ -392,27 +433,19 @@ def layout_axes(layout: str) -> TokenAxes:
 
 
 _ELEMENTWISE = (
-    "Abs", "Acos", "Add", "And", "Atan", "BitShift", "Cast", "CastLike", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu",
+    "Abs", "Acos", "Add", "And", "Atan", "BitShift", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu",
     "Equal", "Erf", "Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity",
     "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mod", "Neg", "Not", "Or",
     "PRelu", "Pow", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt",
     "Sub", "Sum", "Tan", "Tanh", "ThresholdedRelu", "Xor",
 )  # fmt: skip
-_REDUCING = [
-    "ReduceMax",
-    "ReduceMean",
-    "ReduceMin",
-    "ReduceProd",
-    "ReduceSum",
-    "ReduceSumSquare",
-    "ReduceL1",
-    "ReduceL2",
-]
+_REDUCING = [f"Reduce{n}" for n in ("Max", "Mean", "Min", "Prod", "Sum", "SumSquare", "L1", "L2")]
 _MICROSOFT = "com.microsoft"
 
 _RULES: dict[tuple[str, str], Rule] = {
     **dict.fromkeys((("", op) for op in _ELEMENTWISE), _broadcast),
     **dict.fromkeys((("", op) for op in _REDUCING), _reduce),
+    ("", "CastLike"): _cast_like,
     ("", "Mul"): _multiply,
     ("", "Where"): _select,
     ("", "Dropout"): _same,
@@ -437,23 +470,15 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "Gemm"): _gemm,
     ("", "Conv"): _convolve,
     ("", "DynamicQuantizeLinear"): _quantize,
-    ("", "QuantizeLinear"): _weight,
-    ("", "DequantizeLinear"): _weight,
-    ("", "QLinearMatMul"): _weight,
+    ("", "QuantizeLinear"): _scaled,
+    ("", "DequantizeLinear"): _scaled,
+    ("", "QLinearMatMul"): _weight_matrix(3, (1, 2, 6, 7)),
     **dict.fromkeys(((_MICROSOFT, op) for op in ("BiasGelu", "FastGelu", "Gelu", "QuickGelu")), _broadcast),
-    **dict.fromkeys(
-        (
-            (_MICROSOFT, op)
-            for op in (
-                "DynamicQuantizeMatMul",
-                "MatMulIntegerToFloat",
-                "MatMulNBits",
-                "MatMulBnb4",
-                "FusedGemm",
-            )
-        ),
-        _weight,
-    ),
+    (_MICROSOFT, "DynamicQuantizeMatMul"): _weight_matrix(1),
+    (_MICROSOFT, "MatMulIntegerToFloat"): _weight_matrix(1, (2, 4)),
+    (_MICROSOFT, "MatMulNBits"): _weight,
+    (_MICROSOFT, "MatMulBnb4"): _weight,
+    (_MICROSOFT, "FusedGemm"): _gemm,
     (_MICROSOFT, "SkipLayerNormalization"): _skip_norm,
     (_MICROSOFT, "SkipSimplifiedLayerNormalization"): _skip_norm,
     (_MICROSOFT, "SimplifiedLayerNormalization"): _normalize,
