@@ -40,7 +40,9 @@ class Graph:
 
     def add(self, op: str, *names: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
         found = [f"t{len(self.nodes)}_{i}" if outputs > 1 else f"t{len(self.nodes)}" for i in range(outputs)]
-        self.nodes.append(helper.make_node(op, list(names), found, name=f"n{len(self.nodes)}", domain=domain, **attributes))
+        self.nodes.append(
+            helper.make_node(op, list(names), found, name=f"n{len(self.nodes)}", domain=domain, **attributes)
+        )
         return found[0] if outputs == 1 else found
 
     def constant(self, value: object, dtype: Any = np.int64) -> str:
@@ -183,13 +185,24 @@ class Graph:
         if kind == "max":
             masked = self.add("Where", self.unsqueeze(real, 2), x, self.constant(-1e9, np.float32))
             return self.reduce("ReduceMax", masked, axis)
+        if kind in ("highest id", "highest id, flat"):  # CLIP's end of the text
+            at = self.add("ArgMax", "input_ids", axis=1, keepdims=0)
+            sizes = self.add("Shape", "input_ids")
+            batch, length = (self.add("Gather", sizes, self.constant(i)) for i in (0, 1))
+            row = self.add("Range", self.constant(0), batch, self.constant(1))
+            if kind == "highest id":
+                return str(
+                    self.add("GatherND", x, self.add("Concat", self.unsqueeze(row, 1), self.unsqueeze(at, 1), axis=1))
+                )
+            flat = self.add("Reshape", x, self.constant([-1, WIDTH]))
+            return str(self.add("Gather", flat, self.add("Add", self.add("Mul", row, length), at)))
         assert kind == "last real"
         number = self.add("Cast", real, to=INT64)
         at = self.add("Sub", self.reduce("ReduceSum", number, 1, 1), self.constant(1))
         return str(self.add("GatherND", x, at, batch_dims=1))
 
 
-POOLINGS = ("mean", "first", "last", "last slice", "middle", "max", "last real")
+POOLINGS = ("mean", "first", "last", "last slice", "middle", "max", "last real", "highest id", "highest id, flat")
 
 
 def encoder(
@@ -214,7 +227,7 @@ def encoder(
         x = g.layer(x, bias, apply)
     for kind in poolings:
         rank = 3 if kind in ("all", "last slice", "middle") else 2
-        g.output(g.pool(x, kind, mask, dtype, inverted), kind.replace(" ", "_"), rank=rank)
+        g.output(g.pool(x, kind, mask, dtype, inverted), kind.replace(" ", "_").replace(",", ""), rank=rank)
     return g.model()
 
 
