@@ -10,8 +10,8 @@
 #define STOF_HAS_AVX512_VNNI STOF_HAS("avx512vnni") && STOF_HAS_AVX512
 
 // A row for each set, ISA(enumerator, name, whether the processor has it), from the least to the best: a set's features
-// include those of the sets before it. stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and with
-// which flags. Of an operator without kernels of its own, a set runs those of the best set before it.
+// include those of the sets before it. stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and
+// with which flags. Of an operator without kernels of its own, a set runs those of the best set before it.
 #define STOF_CPU_ISAS(ISA)              \
   ISA(kPortable, portable, true)        \
   ISA(kAvx2, avx2, STOF_HAS_AVX2)       \
