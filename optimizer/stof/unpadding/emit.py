@@ -50,7 +50,7 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
         for i in region.sites | region.cross_sites:
             kinds[i] = Sequences.ALL if i in region.sites else Sequences.KEYS
             sources[i] = (writer.cumulative, writer.first_position)
-    _add_roles(written, kinds, sources)
+    nodes += _add_roles(written, kinds, sources)
     written.graph.node.extend(nodes)
     _sort(written.graph)
     kept = [v for v in written.graph.value_info if v.name not in changed]
@@ -66,9 +66,20 @@ def _sort(graph: onnx.GraphProto) -> None:
     graph.node.extend(ordered)
 
 
-def _add_roles(model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: Mapping[int, tuple[str, str]]) -> None:
-    """Gives all attention nodes two more operands, and the function that they share what it does with them."""
+def _add_roles(
+    model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: Mapping[int, tuple[str, str]]
+) -> list[onnx.NodeProto]:
+    """Gives all attention nodes two more operands, and the function that they share what it does with them.
+
+    Returns:
+        The nodes of operands that nothing reads: of the shapes that others have, since shapes are inferred in the function.
+    """
     pad_slot = -1
+    unread: list[onnx.NodeProto] = []
+    if len(kinds) < sum(1 for _ in _calls(model)):
+        builder = Builder(opset_of(model), "stof_unread_")
+        both = builder.constant([0, 0], np.int32), builder.constant([0], np.int32)
+        unread = builder.nodes
     for i, node in enumerate(model.graph.node):
         if node.domain != DOMAIN or node.op_type != ATTENTION:
             continue
@@ -76,7 +87,7 @@ def _add_roles(model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: 
         kind = kinds.get(i, Sequences.NONE)
         roles = operands.s.decode().split()
         if kind is Sequences.NONE:
-            node.input.extend([node.input[0]] * 2)
+            node.input.extend(both)
             roles += ["unused", "unused"]
         else:
             pad_slot = roles.index("pad")
@@ -92,6 +103,7 @@ def _add_roles(model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: 
             function.CopyFrom(
                 add_sequences(function, layouts, pad_slot, {kinds.get(i, Sequences.NONE) for i in _calls(model)})
             )
+    return unread
 
 
 def _calls(model: onnx.ModelProto) -> Iterable[int]:

@@ -199,12 +199,8 @@ class _Analysis:
         shape = self.symbolic.shape(self.mask.tensor)
         if shape is not None and len(shape) == 2:
             self.tokens[self.mask.tensor] = TokenAxes(0, 1)
-        (self.true if self.mask.is_inverted else self.zero).add(self.mask.tensor)
+            (self.true if self.mask.is_inverted else self.zero).add(self.mask.tensor)
         for i, node in enumerate(self.nodes):
-            if self._keeps(node, self.zero):
-                self.zero.add(node.output[0])
-            if self._keeps(node, self.true):
-                self.true.add(node.output[0])
             row_wise = self._row_wise(i, node)
             if row_wise is None:
                 continue
@@ -212,6 +208,11 @@ class _Analysis:
             for name, axes in zip(node.output, row_wise.outputs, strict=False):
                 if name and axes is not None:
                     self.tokens[name] = axes
+            # Only here: where a node is no row-wise one, rows of its result are others.
+            if self._keeps(node, self.zero):
+                self.zero.add(node.output[0])
+            if self._keeps(node, self.true):
+                self.true.add(node.output[0])
 
     def _context(self, node: onnx.NodeProto) -> Context:
         return Context(node, self.tokens, self.zero, self.true, self.symbolic, self.opset)
