@@ -122,7 +122,7 @@ class _Body:
         """
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
-        rows = b.add("Squeeze", [rows, b.constant([0])])
+        rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
         length = b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
         starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
         before = b.add("Sub", [starts, b.add("Cast", [self.first], to=TensorProto.INT64)])
