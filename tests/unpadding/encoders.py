@@ -17,7 +17,7 @@ from stof.options import Options
 from stof.report import Report
 from stof.unpadding.report import KEY, UnpadReport, UnpadSection
 
-WIDTH, HEADS, WORDS, LONGEST = 16, 2, 30, 24
+WIDTH, HEADS, WORDS, LONGEST = 16, 2, 30, 80
 INT64, INT32, FLOAT, BOOL = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT, TensorProto.BOOL
 
 
