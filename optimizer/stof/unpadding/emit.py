@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -40,23 +40,31 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
     kinds: dict[int, Sequences] = {}
     sources: dict[int, tuple[str, str]] = {}
     for number, region in enumerate(regions):
-        prefix = f"stof_unpad{number}_"
-        while any(name.startswith(prefix) for name in taken):
-            prefix = f"_{prefix}"
-        writer = _Writer(written, symbolic, region, Builder(opset_of(model), prefix), original)
+        builder = Builder(opset_of(model), _new_prefix(taken, f"stof_unpad{number}_"))
+        writer = _Writer(written, symbolic, region, builder, original)
         writer.rewrite()
         nodes += writer.builder.nodes
         changed |= writer.unpadded.keys()
         for i in region.sites | region.cross_sites:
             kinds[i] = Sequences.ALL if i in region.sites else Sequences.KEYS
             sources[i] = (writer.cumulative, writer.first_position)
-    nodes += _add_roles(written, kinds, sources)
+    if kinds:
+        others = Builder(opset_of(model), _new_prefix(taken, "stof_unpad_"))
+        _add_roles(written, kinds, sources, others)
+        nodes += others.nodes
     written.graph.node.extend(nodes)
     _sort(written.graph)
     kept = [v for v in written.graph.value_info if v.name not in changed]
     del written.graph.value_info[:]
     written.graph.value_info.extend(kept)
     return written
+
+
+def _new_prefix(taken: Iterable[str], prefix: str) -> str:
+    """The prefix, with more before it where tensors have it already."""
+    while any(name.startswith(prefix) for name in taken):
+        prefix = f"_{prefix}"
+    return prefix
 
 
 def _sort(graph: onnx.GraphProto) -> None:
@@ -67,27 +75,26 @@ def _sort(graph: onnx.GraphProto) -> None:
 
 
 def _add_roles(
-    model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: Mapping[int, tuple[str, str]]
-) -> list[onnx.NodeProto]:
+    model: onnx.ModelProto, kinds: Mapping[int, Sequences], sources: Mapping[int, tuple[str, str]], builder: Builder
+) -> None:
     """Gives all attention nodes two more operands, and the function that they share what it does with them.
 
-    Returns:
-        The nodes of operands that nothing reads: of the shapes that others have, since shapes are inferred in the function.
+    Args:
+        model: is changed.
+        kinds: what is unpadded at attention nodes, by index.
+        sources: their operands.
+        builder: gets the node whose result stands in for the operands of other attention nodes.
     """
     pad_slot = -1
-    unread: list[onnx.NodeProto] = []
-    if len(kinds) < sum(1 for _ in _calls(model)):
-        builder = Builder(opset_of(model), "stof_unread_")
-        both = builder.constant([0, 0], np.int32), builder.constant([0], np.int32)
-        unread = builder.nodes
-    for i, node in enumerate(model.graph.node):
-        if node.domain != DOMAIN or node.op_type != ATTENTION:
-            continue
+    calls: list[Sequences] = []
+    absent = ""
+    for i, node in _attention_nodes(model.graph):
         operands = next(a for a in node.attribute if a.name == "operands")
         kind = kinds.get(i, Sequences.NONE)
         roles = operands.s.decode().split()
         if kind is Sequences.NONE:
-            node.input.extend(both)
+            absent = absent or builder.constant([0, 0], np.int32)
+            node.input.extend([absent] * 2)
             roles += ["unused", "unused"]
         else:
             pad_slot = roles.index("pad")
@@ -95,19 +102,21 @@ def _add_roles(
             roles += [CUMULATIVE if kind is Sequences.ALL else CUMULATIVE_KEYS, FIRST]
         operands.s = " ".join(roles).encode()
         node.attribute.append(helper.make_attribute(SEQUENCES, kind.value))
+        calls.append(kind)
     for function in model.functions:
         if function.domain == DOMAIN and function.name == ATTENTION:
             layouts = next(
                 attention_layouts(n) for n in model.graph.node if n.domain == DOMAIN and n.op_type == ATTENTION
             )
-            function.CopyFrom(
-                add_sequences(function, layouts, pad_slot, {kinds.get(i, Sequences.NONE) for i in _calls(model)})
-            )
-    return unread
+            function.CopyFrom(add_sequences(function, layouts, pad_slot, set(calls)))
 
 
-def _calls(model: onnx.ModelProto) -> Iterable[int]:
-    return (i for i, n in enumerate(model.graph.node) if n.domain == DOMAIN and n.op_type == ATTENTION)
+def _attention_nodes(graph: onnx.GraphProto) -> Iterator[tuple[int, onnx.NodeProto]]:
+    """The attention nodes of a graph with their indices; those of its subgraphs have -1."""
+    for i, node in enumerate(graph.node):
+        for j, inner in enumerate(all_nodes([node])):
+            if inner.domain == DOMAIN and inner.op_type == ATTENTION:
+                yield (i if j == 0 else -1), inner
 
 
 class _Writer:
@@ -134,7 +143,7 @@ class _Writer:
         self.region = region
         self.builder = builder
         self.unpadded = region.unpadded(self.graph.node)
-        self.gathered: dict[tuple[str, TokenAxes], str] = {}
+        self.gathered: dict[tuple[str, TokenAxes, int], str] = {}
         self.as_source = _inputs_as(model.graph, region.source)
         self.padded: dict[str, str] = {}
         self.original = original
@@ -229,9 +238,16 @@ class _Writer:
     # ---- nodes of the region ----
     def _rewrite_node(self, i: int, node: onnx.NodeProto) -> None:
         row_wise = self.region.nodes[i]
+        result = row_wise.outputs[0]
         for j, axes in row_wise.inputs.items():
             if node.input[j] not in self.unpadded:
-                node.input[j] = self._gather(node.input[j], axes)
+                behind = (
+                    0 if result is None or result.position is None else self._rank(node.output[0]) - result.position
+                )
+                node.input[j] = self._gather(node.input[j], axes, behind)
+        if (node.domain, node.op_type) == ("com.microsoft", "RotaryEmbedding"):
+            # There may be more tokens than positions in its tables; without this, ONNX Runtime refuses that.
+            node.attribute.extend([helper.make_attribute("is_packed_batching", 1)])
         if row_wise.shape is not None:
             at, shape = row_wise.shape
             while len(node.input) <= at:
@@ -241,9 +257,15 @@ class _Writer:
             del node.attribute[:]
             node.attribute.extend(kept)
 
-    def _gather(self, tensor: str, axes: TokenAxes) -> str:
-        """The real tokens of a tensor that the graph has padded."""
-        key = (tensor, axes)
+    def _gather(self, tensor: str, axes: TokenAxes, behind: int) -> str:
+        """The real tokens of a tensor that the graph has padded.
+
+        Args:
+            tensor: its name.
+            axes: of its tokens.
+            behind: in the result of the node that reads it, the axis of positions and those behind it.
+        """
+        key = (tensor, axes, behind if axes.position is None else 0)
         if key in self.gathered:
             return self.gathered[key]
         b, source = self.builder, tensor
@@ -259,11 +281,15 @@ class _Writer:
         elif axes.position is not None:
             found = b.add("Gather", [tensor, self.positions], axis=axes.position)
         else:
-            # [.., B, 1, ..]: what all tokens of a sequence have in common.
+            # [.., B, .., 1, ..]: what all tokens of a sequence have in common; the axis of positions may be missing.
             assert axes.batch is not None
             found = b.add("Gather", [tensor, self.sequences], axis=axes.batch)
-            perm = list(range(self._rank(source)))
-            perm[axes.batch], perm[axes.batch + 1] = perm[axes.batch + 1], perm[axes.batch]
+            rank = self._rank(source)
+            if new := list(range(behind - rank)):
+                found = b.unsqueeze(found, new)
+            batch, perm = axes.batch + len(new), list(range(rank + len(new)))
+            position = len(perm) - behind
+            perm[batch], perm[position] = perm[position], perm[batch]
             found = b.add("Transpose", [found], perm=perm)
         self.gathered[key] = found
         return found
@@ -331,7 +357,7 @@ class _Writer:
                 parts.append(b.unsqueeze(b.add("Mul", [self.batch, self.length]), [0]))
             else:
                 parts.append(b.unsqueeze(self.batch if size == batch else self.length, [0]))
-        return b.add("Concat", parts, axis=0)
+        return b.add("Concat", parts, axis=0) if parts else b.constant([])
 
     def _replace_size(self, node: onnx.NodeProto, name: str) -> None:
         """Has a Shape node give the shape of the padded tensor, without that tensor."""

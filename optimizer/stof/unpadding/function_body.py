@@ -126,11 +126,8 @@ class _Body:
         """
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
-        limits = [b.constant([2]), b.constant([4]), b.constant([0])]
-        rest = b.add("Slice", [b.add("Shape", [rows]), *limits])
-        rows = b.add("Reshape", [rows, b.add("Concat", [b.constant([-1]), rest], axis=0)])
-        limits = [b.constant([1]), b.constant([2]), b.constant([0])]
-        length = b.add("ReduceSum", [b.add("Slice", [b.add("Shape", [self.pad]), *limits])], keepdims=0)
+        rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
+        length = b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
         starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
         before = b.add("Sub", [starts, self._list(b, self.first)])
         position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])

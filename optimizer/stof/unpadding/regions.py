@@ -208,11 +208,10 @@ class _Analysis:
             for name, axes in zip(node.output, row_wise.outputs, strict=False):
                 if name and axes is not None:
                     self.tokens[name] = axes
-            # Only here: where a node is no row-wise one, rows of its result are others.
-            if self._keeps(node, self.zero):
-                self.zero.add(node.output[0])
-            if self._keeps(node, self.true):
-                self.true.add(node.output[0])
+            if node.output and node.output[0] in self.tokens:
+                for fixed in (self.zero, self.true):
+                    if self._keeps(node, fixed):
+                        fixed.add(node.output[0])
 
     def _context(self, node: onnx.NodeProto) -> Context:
         return Context(node, self.tokens, self.zero, self.true, self.symbolic, self.opset)
@@ -225,12 +224,20 @@ class _Analysis:
         return row_wise if row_wise is not None and self._are_sizes_known(node, row_wise) else None
 
     def _are_sizes_known(self, node: onnx.NodeProto, row_wise: RowWise) -> bool:
-        """Whether the shapes of results are of numbers and the sizes of the batch alone: so they can be written anywhere."""
+        """Whether the shapes of results are of numbers and the sizes of the batch alone: so they can be written anywhere.
+
+        The axes of the tokens must have the sizes of the batch: a reshape may have its sizes the other way round.
+        """
         assert self.shape is not None
         batch, length = self.shape
         for name, axes in zip(node.output, row_wise.outputs, strict=False):
-            shape = self.symbolic.shape(name) if name and axes is not None else ()
+            if not name or axes is None:
+                continue
+            shape = self.symbolic.shape(name)
             if shape is None or any(n.constant is None and n not in (batch, length, batch * length) for n in shape):
+                return False
+            wanted = {axes.batch: batch, axes.position: batch * length if axes.merged else length}
+            if any(a is not None and shape[a] != size for a, size in wanted.items()):
                 return False
         return True
 
@@ -250,7 +257,7 @@ class _Analysis:
         if not is_standard(node) or not node.input:
             return False
         if node.op_type in _KEEPS_ZERO:
-            return node.input[0] in fixed
+            return node.input[0] in fixed and (fixed is self.zero or self._keeps_sign(node))
         if node.op_type == "Not":
             return node.input[0] in (self.true if fixed is self.zero else self.zero)
         if fixed is self.zero:
@@ -259,6 +266,12 @@ class _Analysis:
         if node.op_type == "Equal":
             return any(one in self.zero and self._is_zero(other) for one, other in (node.input, node.input[::-1]))
         return node.op_type == "Or" and any(n in self.true for n in node.input)
+
+    def _keeps_sign(self, node: onnx.NodeProto) -> bool:
+        """Whether what is not 0 stays so: a conversion between numbers may round to 0."""
+        if node.op_type == "Cast":
+            return TensorProto.BOOL in (self.symbolic.dtype(node.input[0]), self.symbolic.dtype(node.output[0]))
+        return node.op_type not in ("CastLike", "Relu")
 
     def _is_zero(self, name: str) -> bool:
         return self.symbolic.uniform(name) == 0

@@ -139,7 +139,8 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
     def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
         assert isinstance(decided, UnpadDecisions)
         changed = [r for r in decided.regions if _zero_outputs_of(decided.batches.model, r)]
-        return with_zero_rows(model, decided.batches.model, changed) if changed else model
+        batches = decided.batches
+        return with_zero_rows(model, batches.model, batches.symbolic, changed) if changed else model
 
     def empty_section(self) -> UnpadSection:
         return UnpadSection()

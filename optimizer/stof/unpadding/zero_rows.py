@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
+from stof.symbolic import Symbolic
 from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.token_axes import TokenAxes
 
@@ -22,7 +23,10 @@ def find_missing(model: onnx.ModelProto, region: UnpaddedRegion) -> str:
 
 
 def with_zero_rows(
-    model: onnx.ModelProto, unpadded: onnx.ModelProto | None, regions: Sequence[UnpaddedRegion]
+    model: onnx.ModelProto,
+    unpadded: onnx.ModelProto | None,
+    symbolic: Symbolic | None,
+    regions: Sequence[UnpaddedRegion],
 ) -> onnx.ModelProto:
     """A copy of the original in which outputs have zeros before the first real token of a sequence and behind its last one.
 
@@ -32,9 +36,11 @@ def with_zero_rows(
     Args:
         model: the original.
         unpadded: the model whose nodes the regions have.
+        symbolic: of that model.
         regions: those with outputs of the model.
     """
     assert unpadded is not None
+    assert symbolic is not None
     written = copy_model(model)
     for number, region in enumerate(regions):
         tensors = region.unpadded(unpadded.graph.node)
@@ -42,7 +48,9 @@ def with_zero_rows(
         builder = Builder(opset_of(model), f"stof_zero{number}_")
         inside = _find_rows(builder, region)
         for name, own in axes.items():
-            _mask_output(written.graph, builder, name, own, inside)
+            shape = symbolic.shape(name)
+            assert shape is not None
+            _mask_output(written.graph, builder, name, own, len(shape), inside)
         written.graph.node.extend(builder.nodes)
     return written
 
@@ -76,10 +84,8 @@ def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
     return inside
 
 
-def _mask_output(graph: onnx.GraphProto, b: Builder, name: str, axes: TokenAxes, inside: str) -> None:
+def _mask_output(graph: onnx.GraphProto, b: Builder, name: str, axes: TokenAxes, rank: int, inside: str) -> None:
     """Puts a Where behind what writes an output."""
-    output = next(o for o in graph.output if o.name == name)
-    rank = len(output.type.tensor_type.shape.dim)
     inner = f"{b.prefix}{name}"
     for node in graph.node:
         for names in (node.input, node.output):

@@ -204,7 +204,8 @@ class VerifiedModels:
         inputs, cases = self._verifier.inputs, self._verifier.cases
         while (error := self._refusal(self.reference, self.feeds[0])) is not None:
             is_of_values = parse_failure(str(error)).is_of_values
-            if not is_of_values or not inputs.narrow(self.reference, str(error), cases[0], self.feeds[0]):
+            is_narrowed = is_of_values and inputs.narrow(self.reference, str(error), cases[0], self.feeds[0])
+            if not is_narrowed and not inputs.shorten(cases[0]):
                 return False
             self.redraw()
         return True
