@@ -27,6 +27,33 @@ def encoder(path: Path) -> None:
     onnx.save(build.fill(build.load_graph("narrow/modernbert.dynamo.sdpa"), seed=1), path)
 
 
+def features(path: Path) -> None:
+    """A BERT that gives a row for each token."""
+    onnx.save(build.fill(build.load_graph("narrow/bert.torchscript.sdpa"), seed=1), path)
+
+
+def embedder(path: Path) -> None:
+    """The same BERT, with the mean over real tokens behind it."""
+    features(path)
+    model = onnx.load(path)
+    graph = model.graph
+    rows = graph.output.pop()
+    graph.initializer.extend(numpy_helper.from_array(np.array([i]), name) for i, name in ((1, "tokens"), (-1, "width")))
+    graph.node.extend(
+        [
+            helper.make_node("Cast", ["attention_mask"], ["is_real"], to=TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", ["is_real", "width"], ["weight"]),
+            helper.make_node("Mul", [rows.name, "weight"], ["real_rows"]),
+            helper.make_node("ReduceSum", ["real_rows", "tokens"], ["total"], keepdims=0),
+            helper.make_node("ReduceSum", ["weight", "tokens"], ["count"], keepdims=0),
+            helper.make_node("Div", ["total", "count"], ["sentence_embedding"]),
+        ]
+    )
+    size = rows.type.tensor_type.shape.dim[2].dim_value
+    graph.output.append(helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, ["batch", size]))
+    onnx.save(model, path)
+
+
 def decoder(path: Path, layers: int = 4) -> None:
     """Tokens, layers of attention over a cache with residual connections, logits."""
     rng = np.random.default_rng(0)
@@ -122,6 +149,7 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "docs/guide/sparse-mlp.md": {"decoder.onnx": relu_decoder, "calibration.json": calibration},
     "docs/guide/sparsify.md": {"decoder.onnx": decoder, "prompts.npz": prompts, "rank1.onnx": rank},
     "docs/guide/tensorrt.md": MODEL,
+    "docs/guide/texts.md": {"model.onnx": embedder, "features.onnx": features},
     "docs/guide/tuning.md": MODEL,
     "docs/guide/writing-a-mask.md": {**MODEL, "opaque.onnx": opaque_mask},
     "docs/guide/benchmarks.md": MODEL,
