@@ -10,6 +10,7 @@ tests/texts/requirements.txt.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,6 +291,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> int:
+    warnings.simplefilter("ignore")  # of tracing
+    logging.disable(logging.WARNING)
     failed = 0
     for name, check in CHECKS.items():
         with tempfile.TemporaryDirectory() as folder:
