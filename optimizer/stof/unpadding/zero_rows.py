@@ -67,7 +67,7 @@ def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
 
 # Types that ONNX Runtime's Where takes on the CPU; others are cast to one that holds all their numbers.
 _CHOSEN = frozenset({TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64})
-_WIDER = {
+_WIDER: dict[int, int] = {
     TensorProto.FLOAT16: TensorProto.FLOAT,
     TensorProto.BFLOAT16: TensorProto.FLOAT,
     TensorProto.DOUBLE: TensorProto.DOUBLE,
