@@ -19,13 +19,15 @@ class PointProblem(ABC):
 
     Attributes:
         tolerance: the largest error of a right result.
+        reference: what a result is compared with.
     """
 
     tolerance: float
+    reference = "fp64"
 
     @abstractmethod
     def error(self, output: Any) -> float:
-        """The largest difference of an output from fp64, over the largest value there."""
+        """The largest difference of an output from the reference, over the largest value there."""
 
     def is_checked(self, candidate: str) -> bool:
         """Whether a candidate computes what the problem asks for."""
