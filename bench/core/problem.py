@@ -20,14 +20,16 @@ class PointProblem(ABC):
     Attributes:
         tolerance: the largest error of a right result.
         reference: what a result is compared with.
+        relative_to: what errors are relative to.
     """
 
     tolerance: float
     reference = "fp64"
+    relative_to = "the largest value"
 
     @abstractmethod
     def error(self, output: Any) -> float:
-        """The largest difference of an output from the reference, over the largest value there."""
+        """The difference of an output from the reference; unless ``relative_to`` says otherwise, the largest over the largest value."""
 
     def is_checked(self, candidate: str) -> bool:
         """Whether a candidate computes what the problem asks for."""
