@@ -29,7 +29,7 @@ class PointProblem(ABC):
 
     @abstractmethod
     def error(self, output: Any) -> float:
-        """The difference of an output from the reference; unless ``relative_to`` says otherwise, the largest over the largest value."""
+        """The difference of an output from the reference, over what ``relative_to`` says."""
 
     def is_checked(self, candidate: str) -> bool:
         """Whether a candidate computes what the problem asks for."""

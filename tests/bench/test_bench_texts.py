@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 import build
 from bench.cli import main
 from bench.core.point import Point, measure_point
+from bench.numbers_page import document
 from bench.texts import text_models
 from bench.texts.candidates import CANDIDATES
 from bench.texts.lengths import LENGTHS, WINDOW, Lengths, TextWindow
@@ -184,6 +186,14 @@ def test_the_command_stores_times_and_memory(tmp_path: Path, capsys: pytest.Capt
     for sizes in record["memory"].values():
         assert sizes["peak"] == sizes["held"] + sizes["above"]
         assert sizes["held"] > 1e7
+    row = next(
+        line for line in document(tmp_path.parent).splitlines() if line.startswith("| tiny, fp32 | padded-256 |")
+    )
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[4] == f"{record['peers']['stof']['useful_tokens_per_second']:,.0f}"
+    assert cells[5:10] == [*(f"{record['ratio'][peer]:.2f}" for peer in ("stof-padded", "ort")), "–", "–", cells[9]]
+    assert cells[9] == f"{record['ratio']['ort-sorted']:.2f}"
+    assert re.fullmatch(r"\d+ MB → \d+ MB", cells[11])
     text = capsys.readouterr().out
     assert "stof, --unpad auto" in text
     assert "tokens/s" in text
