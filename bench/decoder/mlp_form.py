@@ -29,7 +29,7 @@ class MlpForm:
             the share of all.
 
     Raises:
-        ValueError: for an idle share of neurons that cannot be idle.
+        ValueError: for an unknown activation, and for an idle share of neurons that cannot be idle.
     """
 
     activation: str = "silu"
@@ -39,7 +39,9 @@ class MlpForm:
     idle: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the idle share."""
+        """Checks the activation and the idle share."""
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"the activation is {self.activation!r}, expected one of {', '.join(ACTIVATIONS)}")
         if not self.idle:
             return
         if self.has_top_k or self.activation not in ("relu", "relu2"):

@@ -3,7 +3,7 @@
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
 // rows are interleaved with the FMA loop; the figures are minima.
 //   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
-// NAME is an instruction set of cpu/isa.h.
+// NAME is an instruction set of plugins/core/base/cpu_isas.h.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

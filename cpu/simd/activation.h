@@ -31,7 +31,7 @@ template <Activation kActivation>
 struct ActivationFunction {
   static V Of(V x);
 };
-#define STOF_DEFINE(function, name, gives_zeros)                  \
+#define STOF_DEFINE(function, ...)                                \
   template <>                                                     \
   inline V ActivationFunction<Activation::k##function>::Of(V x) { \
     return function(x);                                           \
@@ -43,8 +43,8 @@ STOF_ACTIVATIONS(STOF_DEFINE)
 template <typename Use>
 inline void WithActivation(Activation activation, const Use& use) {
   switch (activation) {
-#define STOF_CASE(function, name, gives_zeros) \
-  case Activation::k##function:                \
+#define STOF_CASE(function, ...) \
+  case Activation::k##function:  \
     return use(ActivationFunction<Activation::k##function>());
     STOF_ACTIVATIONS(STOF_CASE)
 #undef STOF_CASE

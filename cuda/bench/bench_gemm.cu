@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda/bench/bench_graph.h"
+#include "cuda/common/activation.cuh"
 #include "cuda/gemm/choose.h"
 #include "cuda/gemm/cublaslt.h"
 #include "cuda/gemm/cublaslt_gemm.h"
@@ -107,24 +108,8 @@ __global__ void Unfused(const T* x, const T* residual, T* y, int64_t rows, int64
   *reinterpret_cast<uint4*>(y + at) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
-__device__ double Exact(int activation, double x) {
-  switch (static_cast<Activation>(activation)) {
-    case Activation::kRelu:
-      return x < 0 ? 0 : x;
-    case Activation::kGelu:
-      return 0.5 * x * erfc(-x * 0.70710678118654752440);
-    case Activation::kGeluTanh:
-      return x / (1 + exp(-2 * 0.79788456080286535588 * (x + 0.044715 * x * x * x)));
-    case Activation::kSilu:
-      return x / (1 + exp(-x));
-    case Activation::kRelu2:
-      return x < 0 ? 0 : x * x;
-    case Activation::kNone:
-      break;
-  }
-  return x;
-}
-// The largest error of some elements against fp64, in units of 2^-11 (2^-8 for bf16) of 1 + |expected|.
+// The largest error of some elements, in units of 2^-11 (2^-8 for bf16) of 1 + |expected|. What is expected has sums in
+// fp64 and activations in fp32.
 template <typename T>
 __global__ void Check(GemmArgs g, int64_t samples, float* worst) {
   using stof::cuda::ToFloat;
@@ -140,7 +125,7 @@ __global__ void Check(GemmArgs g, int64_t samples, float* worst) {
     if (g.b1 != nullptr) u += at(g.a, m * g.K + k) * at(g.b1, k * g.stride + n);
   }
   if (g.bias0 != nullptr) x += at(g.bias0, n);
-  double y = Exact(static_cast<int>(g.activation), x);
+  double y = stof::cuda::Activate<stof::cuda::Fp32Activations>(g.activation, static_cast<float>(x));
   if (g.b1 != nullptr) y *= u;
   if (g.residual != nullptr) y += at(g.residual, m * g.N + n);
   const double got = at(g.output, m * g.N + n);

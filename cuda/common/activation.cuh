@@ -76,7 +76,7 @@ struct Fp16Activations {
 template <typename Functions, int kCount>
 __device__ __forceinline__ void Activate(Activation activation, float (&x)[kCount]) {
   switch (activation) {
-#define STOF_CASE(function, name, gives_zeros)                                           \
+#define STOF_CASE(function, ...)                                                         \
   case Activation::k##function:                                                          \
     _Pragma("unroll") for (int i = 0; i < kCount; ++i) x[i] = Functions::function(x[i]); \
     break;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -30,27 +31,26 @@ CublasLt* GetLibrary() {
   return library;
 }
 
-// Its GELU is the form by tanh. GELU by erf and SiLU it has not.
+// The epilogue with each activation, without a bias; std::nullopt: cuBLASLt lacks it.
+constexpr std::optional<CublasLt::Epilogue> kEpilogues[] = {
+#define STOF_EPILOGUE(function, name, gives_zeros, chain_op, cublaslt, ...) cublaslt,
+    STOF_ACTIVATIONS(STOF_EPILOGUE)
+#undef STOF_EPILOGUE
+};
+
+CublasLt::Epilogue AddBias(CublasLt::Epilogue epilogue) {
+  if (epilogue == CublasLt::kNothing) return CublasLt::kBias;
+  return static_cast<CublasLt::Epilogue>(epilogue | CublasLt::kBias);
+}
+
 bool FindEpilogue(const GemmArgs& args, CublasLt::Epilogue* epilogue) {
   if (args.b1 != nullptr || args.scale != nullptr || args.row != nullptr) return false;
-  const bool bias = args.bias0 != nullptr;
-  switch (args.activation) {
-    case Activation::kNone:
-      *epilogue = bias ? CublasLt::kBias : CublasLt::kNothing;
-      return true;
-    case Activation::kRelu:
-      *epilogue = bias ? CublasLt::kReluBias : CublasLt::kRelu;
-      break;
-    case Activation::kGeluTanh:
-      *epilogue = bias ? CublasLt::kGeluBias : CublasLt::kGelu;
-      break;
-    case Activation::kRelu2:
-    case Activation::kGelu:
-    case Activation::kSilu:
-      return false;
-  }
   // What it adds to the matmul is within the activation.
-  return args.residual == nullptr;
+  if (args.activation != Activation::kNone && args.residual != nullptr) return false;
+  const auto& found = kEpilogues[static_cast<int>(args.activation)];
+  if (!found.has_value()) return false;
+  *epilogue = args.bias0 != nullptr ? AddBias(*found) : *found;
+  return true;
 }
 
 // What was asked of cuBLASLt. Where the epilogue has no function there, nothing is asked.

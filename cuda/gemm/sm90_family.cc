@@ -33,6 +33,13 @@ namespace {
 
 constexpr int kDepth = 64;  // of a step
 
+// Of each activation in an epilogue, as a share of GELU's.
+constexpr double kActivationCosts[] = {
+#define STOF_COST(function, name, gives_zeros, chain_op, cublaslt, cost) cost,
+    STOF_ACTIVATIONS(STOF_COST)
+#undef STOF_COST
+};
+
 // Boxes of 64 columns by `box_rows` of a matrix [rows, columns].
 bool EncodeMap(const void* data, bool bf16, int64_t rows, int64_t columns, int64_t stride, int box_rows,
                CUtensorMap* map) {
@@ -78,9 +85,7 @@ double Predict(const GemmKernelEntry& kernel, const GemmProblem& problem, int cl
   constexpr double kStart = 2.0;  // microseconds, as the costs
   const int64_t tiles = CountTilesM(kernel, problem.M) * CountTilesN(kernel, problem.N);
   const auto steps = static_cast<double>(CeilDiv(problem.K, kDepth) * CeilDiv(tiles * kernel.ctas, clusters));
-  const double activation = problem.activation == Activation::kNone   ? 0.0
-                            : problem.activation == Activation::kRelu ? 0.15
-                                                                      : 1.0;
+  const double activation = kActivationCosts[static_cast<int>(problem.activation)];
   const double residual = (problem.epilogue & kHasResidual) == 0 ? 0.0 : double{kernel.residual};
   const double tile = kernel.tile + kernel.gelu * activation + residual;
   return 1e3 * (kStart + kernel.step * steps + tile * static_cast<double>(CeilDiv(tiles, clusters)));

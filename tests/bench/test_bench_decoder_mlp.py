@@ -92,6 +92,11 @@ def test_gate_bias_is_that_of_a_normal_distribution() -> None:
     assert counts.tolist() == [400, 600]
 
 
+def test_unknown_activations_are_errors() -> None:
+    with pytest.raises(ValueError, match="the activation is 'mish', expected one of silu, relu, relu2, gelu_tanh"):
+        MlpForm("mish")
+
+
 def test_bounds_count_the_bytes_that_a_token_reads() -> None:
     N, F, V, T, layers = 64, 96, 24, 10, 2
     attention = N * (4 + 2 * 2) * 16 + 4 * 16 * N

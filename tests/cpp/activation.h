@@ -28,5 +28,8 @@ inline double Activate(Activation activation, double x) {
   return std::nan("");
 }
 
+// Whether it grows as the square of its argument, and the error of an argument with it.
+inline bool IsQuadratic(Activation activation) { return Activate(activation, 1e3) > 1e5; }
+
 }  // namespace stof::test
 #endif  // STOF_TESTS_CPP_ACTIVATION_H_

@@ -12,12 +12,22 @@
 namespace stof::test {
 namespace {
 
+// "portable, avx2 or avx512"
+std::string ListInstructionSets() {
+#define STOF_NAME(id, name, is_supported) #name,
+  constexpr const char* kNames[] = {STOF_CPU_ISAS(STOF_NAME)};
+#undef STOF_NAME
+  std::string list;
+  for (const char* name : kNames) list += std::string(list.empty() ? "" : ", ") + name;
+  const size_t last = list.rfind(", ");
+  return list.substr(0, last) + " or " + list.substr(last + 2);
+}
+
 std::string Refusal(Variable variable, std::string_view text) { return CheckVariable(variable, text).message(); }
 
 TEST(EnvironmentRefusesWrongValues) {
   const std::string begin = "the environment variable ";
-  CHECK(Refusal(Variable::kCpuIsa, "avx3") ==
-            begin + "STOF_CPU_ISA is 'avx3', expected portable, avx2, avx512 or avx512_vnni",
+  CHECK(Refusal(Variable::kCpuIsa, "avx3") == begin + "STOF_CPU_ISA is 'avx3', expected " + ListInstructionSets(),
         Refusal(Variable::kCpuIsa, "avx3"));
   CHECK(Refusal(Variable::kCudaCold, "yes") == begin + "STOF_CUDA_COLD is 'yes', expected 0 or 1");
   CHECK(Refusal(Variable::kCudaSharedKib, "0") ==

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.cpu_isas import CPU_ISAS
+
 import stof.bench.cli
 import stof.cli
 import stof.tensorrt.cli
@@ -45,7 +47,7 @@ _FENCE = re.compile(
     r"(?P<note>(?:^<!-- .*? -->\n)*)^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
-_ISA = re.compile(r"portable|avx2|avx512\w*")
+_ISA = re.compile("|".join(sorted(CPU_ISAS, key=len, reverse=True)))
 _ANYTHING = re.compile(r"\.\.\.|…")
 
 

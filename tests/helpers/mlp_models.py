@@ -130,7 +130,10 @@ class _Maker:
             return self.add("Mul", [positive, positive], f"{name}/activated")
         if kind == "relu2_pow":
             return self.add("Pow", [positive, "two"], f"{name}/activated")
-        return self.add("Gelu", [positive], f"{name}/activated") if kind == "threshold_gelu" else positive
+        if kind == "threshold_gelu":
+            return self.add("Gelu", [positive], f"{name}/activated")
+        assert kind == "relu", kind
+        return positive
 
     def gelu_of_primitives(self, x: str, name: str) -> str:
         if self.form.activation == "gelu_erf":

@@ -42,8 +42,7 @@ def activate(gate: np.ndarray, form: MlpForm) -> np.ndarray:
         return gate / (1 + np.exp(-gate))
     if form.activation == "gelu_tanh":
         return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    positive = np.maximum(gate, 0)
-    return positive**2 if form.activation == "relu2" else positive
+    return np.maximum(gate, 0) ** {"relu": 1, "relu2": 2}[form.activation]
 
 
 def run_decoder(

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from onnx import TensorProto, helper
+from tests.helpers.cpu_isas import CPU_ISAS
 
 from stof.arguments.environment import CACHE, LIBRARY, TRACEBACK
 from stof.errors import ArgumentError, StofError
 from stof.runtime.library import environment_variables, library_path
 from stof.terminal import run_command
 
-ISA_ERROR = "the environment variable STOF_CPU_ISA is 'avx3', expected portable, avx2, avx512 or avx512_vnni"
+ISA_ERROR = f"the environment variable STOF_CPU_ISA is 'avx3', expected {', '.join(CPU_ISAS[:-1])} or {CPU_ISAS[-1]}"
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

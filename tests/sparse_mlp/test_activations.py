@@ -19,10 +19,10 @@ from stof.fusion.description.chain_description import ChainDescription
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.graph.node_builder import Builder
 from stof.runtime.library import op_limits
-from stof.sparse_mlp import function_body
+from stof.sparse_mlp.activations import ACTIVATIONS, find_activation
 from stof.sparse_mlp.checks import oracle
 from stof.sparse_mlp.decide import reasons
-from stof.sparse_mlp.site import ACTIVATIONS, OP
+from stof.sparse_mlp.site import OP
 
 UNKNOWN = ("mish", "Relu", "gelu_new", "")
 X = np.random.default_rng(7).normal(0, 3, 500).astype(np.float32)
@@ -32,19 +32,32 @@ def test_names_are_the_library_s() -> None:
     """plugins/core/base/activation.h has the list."""
     limits = op_limits()
     assert list(ACTIVATIONS) == limits[OP]["activations"]
-    assert [name for name, gives_zeros in ACTIVATIONS.items() if gives_zeros] == limits[OP]["activations_with_zeros"]
+    assert [name for name, a in ACTIVATIONS.items() if a.gives_zeros] == limits[OP]["activations_with_zeros"]
     assert limits["StofAttention"]["activations"] == []
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_zeros(name: str) -> None:
     """What the list says of true zeros holds for the definition."""
-    assert ACTIVATIONS[name] == bool(np.all(activate_in_fp64(name, X.astype(np.float64))[X < 0] == 0))
+    assert ACTIVATIONS[name].gives_zeros == bool(np.all(activate_in_fp64(name, X.astype(np.float64))[X < 0] == 0))
+
+
+@pytest.mark.parametrize("name", [name for name, a in ACTIVATIONS.items() if a.gives_zeros])
+def test_bodies_with_zeros_have_operands_of_all_types(name: str) -> None:
+    """Neurons that are left out for their zeros are activated in the model's type, others in fp32."""
+    for element in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
+        builder = Builder(20, "b_")
+        result = find_activation(name).emit(builder, "gate")
+        infos = [helper.make_tensor_value_info(n, element, [None]) for n in ("gate", result)]
+        model = helper.make_model(
+            helper.make_graph(builder.nodes, "g", infos[:1], infos[1:]), opset_imports=[helper.make_opsetid("", 20)]
+        )
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
 
 
 def _run_body(name: str) -> Any:
     builder = Builder(20, "b_")
-    result = function_body.activate(builder, "gate", name)
+    result = find_activation(name).emit(builder, "gate")
     nodes = [*builder.nodes, helper.make_node("Identity", [result], ["y"])]
     value = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [None]) for n in ("gate", "y")]
     graph = helper.make_graph(nodes, "g", value[:1], value[1:])
@@ -73,7 +86,7 @@ def test_chains_mean_the_same(name: str) -> None:
 def test_unknown_names_are_errors(name: str) -> None:
     """The body once was that of gelu_tanh for any unknown name, and the oracle's answer the gate itself."""
     with pytest.raises(ValueError, match="expected one of none, relu, relu2, gelu, gelu_tanh, silu"):
-        function_body.activate(Builder(20, "b_"), "gate", name)
+        find_activation(name)
     with pytest.raises(ValueError, match=f"the activation is {name!r}"):
         oracle.activate(name, X)
 

@@ -16,9 +16,9 @@ from tests.sparse_mlp.dense_mlp import NAMES, Array, Case, Problem, activate, dr
 
 from stof.errors import UnsupportedError
 from stof.runtime.library import library_path, op_limits
+from stof.sparse_mlp.activations import ACTIVATIONS
 from stof.sparse_mlp.limits import MlpLimits, mlp_limits
 from stof.sparse_mlp.quantized import read_quantized
-from stof.sparse_mlp.site import ACTIVATIONS
 
 F16, BF16 = np.float16, bfloat16
 GATED = Case(K=100, F=150, N=70, biases=True)

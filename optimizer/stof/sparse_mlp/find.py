@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds MLPs, and says why some cannot be replaced: those whose activation gives zeros, or all.
 
-The zeros are found from the operators. Relu gives them; Mul, Pow and functions that are 0 at 0 keep them. So the square of
-Relu counts, and a Gelu behind the threshold of Gemma 3n.
+The zeros are found from the operators. Activations give them whose row of ``ACTIVATIONS`` says so; Mul, Pow and functions that
+are 0 at 0 keep them. So Relu counts, its square, and a Gelu behind the threshold of Gemma 3n.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.graph.names import FreshNames
-from stof.sparse_mlp.activations import read_activation, read_relu
+from stof.sparse_mlp.activations import read_activation, read_activation_with_zeros
 from stof.sparse_mlp.gate_paths import GatePaths
 from stof.sparse_mlp.matmuls import MatmulReader, Projection
 from stof.sparse_mlp.quantized import with_equal_blocks
@@ -230,7 +230,7 @@ class _Finder:
         node = self._index.producer(hidden.activated)
         assert node is not None
         if hidden.has_zeros:
-            activation = read_relu(self._index, self._symbolic, node)
+            activation = read_activation_with_zeros(self._index, self._symbolic, node)
         else:
             activation = read_activation(self._index, self._symbolic, hidden.activated)
         return activation or (hidden.activated, "none")
@@ -270,13 +270,13 @@ class _Finder:
         return self._zeros[tensor]
 
     def _gives_zeros(self, node: onnx.NodeProto, depth: int) -> bool:
+        if read_activation_with_zeros(self._index, self._symbolic, node) is not None:
+            return True
         op = node.op_type
         if op in ("FastGelu", "QuickGelu"):  # with a bias, 0 becomes something else
             return len([t for t in node.input if t]) == 1 and self._has_zeros(node.input[0], depth - 1)
         if not is_standard(node) and op != "Gelu":
             return False
-        if op == "Relu":
-            return True
         if op in _ZERO_AT_ZERO:
             return self._has_zeros(node.input[0], depth - 1)
         if op == "DequantizeLinear":

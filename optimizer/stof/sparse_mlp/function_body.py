@@ -7,7 +7,6 @@ It reads the weights in the operator's layout, so that a model holds them once. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,8 @@ from onnx import TensorProto, helper
 
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
-from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite, unknown_activation
+from stof.sparse_mlp.activations import find_activation
+from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 
 _MLP_ID = "mlp_id"
 
@@ -73,14 +73,14 @@ class MlpVariant:
 
     def _hidden(self, builder: Builder) -> str:
         """Activated neurons, zero where one is idle. Comparisons are in fp32, and not true for NaN."""
-        b = builder
+        b, activation = builder, find_activation(self.activation)
         if self.selection == "nonzero":
-            return activate(b, "gate", self.activation)
+            return activation.emit(b, "gate")
         gate = "gate"
         if self.selection == "predictor":
             gate = self._multiply(b, "gate")
             gate = b.add("Add", [gate, "gate_bias"]) if self.has_gate_bias else gate
-        activated = activate(b, self._cast(b, gate), self.activation)
+        activated = activation.emit(b, self._cast(b, gate))
         scores = self._scores(b) if self.selection == "predictor" else b.add("Abs", [activated])
         idle = b.add("LessOrEqual", [scores, "threshold"])
         hidden = b.add("Where", [idle, b.constant(0, np.float32), activated])
@@ -188,32 +188,6 @@ def rounding_level(site: MlpSite) -> int:
     rows = [w.quantization for w in site.weights[:-1] if w.quantization is not None]
     quantization = rows[-1] if rows else site.quantization
     return 0 if quantization is None else quantization.accuracy_level
-
-
-def activate(builder: Builder, gate: str, activation: str) -> str:
-    """Adds the nodes of an activation, and returns their result."""
-    b = builder
-    if activation == "none":
-        return gate
-    if activation in ("relu", "relu2"):
-        positive = b.add("Relu", [gate])
-        return b.add("Mul", [positive, positive]) if activation == "relu2" else positive
-    if activation == "silu":
-        return b.add("Mul", [gate, b.add("Sigmoid", [gate])])
-
-    def number(value: float) -> str:
-        return b.constant(value, np.float32)
-
-    if activation == "gelu":
-        bounded = b.add("Erf", [b.add("Mul", [gate, number(math.sqrt(0.5))])])
-    elif activation == "gelu_tanh":
-        square = b.add("Mul", [b.add("Mul", [gate, gate]), number(0.044715)])
-        inner = b.add("Mul", [gate, b.add("Add", [square, number(1)])])
-        bounded = b.add("Tanh", [b.add("Mul", [inner, number(math.sqrt(2 / math.pi))])])
-    else:
-        raise unknown_activation(activation)
-    half = b.add("Mul", [gate, number(0.5)])
-    return b.add("Mul", [half, b.add("Add", [bounded, number(1)])])
 
 
 def make_mlp_function(

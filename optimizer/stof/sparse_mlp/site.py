@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
+from stof.sparse_mlp.activations import find_activation
 from stof.sparse_mlp.predictors.selector import NeuronSelector
 
 OP = "StofSparseMLP"
@@ -17,15 +18,7 @@ OP_INPUTS = (
     *("threshold", "predictor_down", "predictor_up", "gate_scales", "gate_zero_points", "up_scales", "up_zero_points"),
     *("down_scales", "down_zero_points", "predictor_down_scales", "predictor_up_scales"),
 )
-# The names of attribute ``activation``, and whether the function gives true zeros. The library has the list
-# (plugins/core/base/activation.h); tests/sparse_mlp/test_activations.py compares the two.
-ACTIVATIONS = {"none": False, "relu": True, "relu2": True, "gelu": False, "gelu_tanh": False, "silu": False}
 INPUT_INDEX = {name: i for i, name in enumerate(OP_INPUTS)}
-
-
-def unknown_activation(name: str) -> ValueError:
-    """The error for an activation that is none of ``ACTIVATIONS``."""
-    return ValueError(f"the activation is {name!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
 @dataclass(frozen=True)
@@ -174,8 +167,7 @@ class MlpSite:
     selector: NeuronSelector | None = None
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise unknown_activation(self.activation)
+        find_activation(self.activation)  # an unknown name is an error
 
     @property
     def selection(self) -> str:

@@ -184,7 +184,14 @@ class _Writer:
         b, mask = self.builder, self.region.mask
         sizes = b.add("Shape", [self.region.source])
         self.batch, self.length = (b.add("Gather", [sizes, b.constant(i)]) for i in range(2))
-        real = b.add("Cast", [self._expanded(mask.tensor, TokenAxes(0, 1))], to=TensorProto.BOOL)
+        tensor = mask.tensor
+        if self._rank(tensor) == 2:
+            tensor = self._expanded(tensor, TokenAxes(0, 1))
+        else:
+            by_length = b.add("Concat", [b.constant([-1]), b.unsqueeze(self.length, [0])], axis=0)
+            both = [b.unsqueeze(n, [0]) for n in (self.batch, self.length)]
+            tensor = b.add("Expand", [b.add("Reshape", [tensor, by_length]), b.add("Concat", both, axis=0)])
+        real = b.add("Cast", [tensor], to=TensorProto.BOOL)
         if mask.is_inverted:
             real = b.add("Not", [real])
         zero, one = b.constant(0), b.constant(1)

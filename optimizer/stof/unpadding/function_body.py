@@ -101,7 +101,11 @@ class _Body:
         return b.add("If", [condition], then_branch=then, else_branch=other)
 
     def _cumulative(self, b: Builder) -> str:
-        return b.add("Cast", [self.cumulative], to=TensorProto.INT64)
+        return self._list(b, self.cumulative)
+
+    def _list(self, b: Builder, operand: str) -> str:
+        """An operand [n] as int64. Calls that do not use it have some other tensor, whose shape must infer, too."""
+        return b.add("Reshape", [b.add("Cast", [operand], to=TensorProto.INT64), b.constant([-1])])
 
     def _index(self, b: Builder, count: str) -> str:
         """[L, 2]: sequence and position of each token."""
@@ -111,7 +115,7 @@ class _Body:
         ends = b.unsqueeze(b.add("Slice", [cumulative, *limits]), [0])
         is_behind = b.add("Not", [b.add("Less", [b.unsqueeze(row, [1]), ends])])
         sequence = b.add("ReduceSum", [b.add("Cast", [is_behind], to=TensorProto.INT64), b.constant([1])], keepdims=0)
-        first = b.add("Gather", [b.add("Cast", [self.first], to=TensorProto.INT64), sequence])
+        first = b.add("Gather", [self._list(b, self.first), sequence])
         position = b.add("Add", [b.add("Sub", [row, b.add("Gather", [cumulative, sequence])]), first])
         return b.add("Concat", [b.unsqueeze(sequence, [1]), b.unsqueeze(position, [1])], axis=1)
 
@@ -125,7 +129,7 @@ class _Body:
         rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
         length = b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
         starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
-        before = b.add("Sub", [starts, b.add("Cast", [self.first], to=TensorProto.INT64)])
+        before = b.add("Sub", [starts, self._list(b, self.first)])
         position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])
         row = b.add("Add", [b.unsqueeze(before, [1]), position])
         last = b.add("Sub", [b.add("Gather", [b.add("Shape", [rows]), b.constant(0)]), b.constant(1)])

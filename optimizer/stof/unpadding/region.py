@@ -19,10 +19,10 @@ _PAD, _NOT_PAD = "pad[b, k]", "not pad[b, k]"
 
 @dataclass(frozen=True)
 class PadMask:
-    """A key padding mask [B, T] that attention reads.
+    """A key padding mask that attention reads.
 
     Attributes:
-        tensor: its name.
+        tensor: its name; [B, T], perhaps with axes of size 1 between these.
         is_inverted: whether padding is what is not zero.
     """
 

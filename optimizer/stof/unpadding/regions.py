@@ -22,6 +22,7 @@ from stof.graph.index import (
     is_standard,
     node_tensors,
     producer_indices,
+    producers,
 )
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
@@ -48,6 +49,9 @@ _KEEPS_ZERO = frozenset(
         "Relu",
     }
 )
+# Results that have the numbers of their first input, in order.
+_SAME_NUMBERS = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 _ANY_FACTOR = frozenset({"Mul", "And"})
 
 
@@ -64,9 +68,10 @@ def find_regions(
     """
     nodes = model.graph.node
     masks: dict[PadMask, list[int]] = {}
+    writers = producers(nodes)
     for i, node in enumerate(nodes):
         if node.domain == DOMAIN and node.op_type == ATTENTION and (mask := find_pad_mask(node)) is not None:
-            masks.setdefault(mask, []).append(i)
+            masks.setdefault(replace(mask, tensor=_find_source(mask.tensor, writers, symbolic)), []).append(i)
     taken: set[int] = set()
     results: list[MaskResult] = []
     for mask, sites in masks.items():
@@ -75,6 +80,16 @@ def find_regions(
             taken |= result.region.nodes.keys()
         results.append(result)
     return results
+
+
+def _find_source(tensor: str, writers: Mapping[str, onnx.NodeProto], symbolic: Symbolic) -> str:
+    """What a mask is a copy of, in another shape or type: attentions that have copies of one mask are padded alike."""
+    while (node := writers.get(tensor)) is not None and is_standard(node):
+        is_cast = node.op_type == "Cast" and symbolic.dtype(node.input[0]) not in _FLOATS
+        if node.op_type not in _SAME_NUMBERS and not is_cast:
+            break
+        tensor = node.input[0]
+    return tensor
 
 
 def _find_region(
@@ -88,12 +103,14 @@ def _find_region(
 ) -> MaskResult:
     """What was found for one mask. Outputs may have zeros only where the region itself writes them."""
     outputs = {o.name for o in model.graph.output} if zero_outputs else set()
+    reason = ""
     while True:
         result = _Analysis(model, symbolic, opset, mask, sites, frozenset(outputs)).result(taken)
+        reason = reason or result.reason
         written = set() if result.region is None else outputs & result.region.unpadded(model.graph.node).keys()
         others = outputs & result.tokens.keys() - written
         if not others:
-            return result
+            return replace(result, reason=reason) if result.region is None else result
         outputs -= others
 
 
@@ -179,8 +196,10 @@ class _Analysis:
             if shape is not None and len(shape) >= 2 and shape[:2] == self.shape:
                 self.tokens[value.name] = TokenAxes(0, 1)
                 self.source = self.source or value.name
-        self.tokens[self.mask.tensor] = TokenAxes(0, 1)
-        (self.true if self.mask.is_inverted else self.zero).add(self.mask.tensor)
+        shape = self.symbolic.shape(self.mask.tensor)
+        if shape is not None and len(shape) == 2:
+            self.tokens[self.mask.tensor] = TokenAxes(0, 1)
+            (self.true if self.mask.is_inverted else self.zero).add(self.mask.tensor)
         for i, node in enumerate(self.nodes):
             row_wise = self._row_wise(i, node)
             if row_wise is None:

@@ -197,6 +197,24 @@ def _gather(context: Context) -> RowWise | None:
     return _moved(data, places)
 
 
+def _gather_parts(context: Context) -> RowWise | None:
+    """GatherND of parts of each token, by constant indices of the leading axes."""
+    own, rank, indices = context.axes_of(0), _rank(context), context.shape(1)
+    if own is None or rank is None or not indices or context.axes_of(1) is not None or context.number("batch_dims", 0):
+        return None
+    count = indices[-1].constant
+    if count is None or any(a < count for a in own.axes):
+        return None
+    return _moved(own, {a: a - count + len(indices) - 1 for a in range(count, rank)})
+
+
+def _tile(context: Context) -> RowWise | None:
+    own, repeats = context.axes_of(0), context.ints(1)
+    if own is None or repeats is None or any(repeats[a] != 1 for a in own.axes):
+        return None
+    return RowWise((own,), {0: own})
+
+
 def _transpose(context: Context) -> RowWise | None:
     own, rank = context.axes_of(0), _rank(context)
     if own is None or rank is None:
@@ -456,6 +474,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "Softmax"): _softmax,
     ("", "LogSoftmax"): _softmax,
     ("", "Gather"): _gather,
+    ("", "GatherND"): _gather_parts,
+    ("", "Tile"): _tile,
     ("", "Transpose"): _transpose,
     ("", "Unsqueeze"): _unsqueeze,
     ("", "Squeeze"): _squeeze,

@@ -57,7 +57,9 @@ def with_zero_rows(
 
 def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
     """[B, S]: which rows stay."""
-    real = b.add("Cast", [region.mask.tensor], to=TensorProto.BOOL)
+    length = b.add("Slice", [b.add("Shape", [region.source]), b.constant([1]), b.constant([2])])
+    rows = b.add("Reshape", [region.mask.tensor, b.add("Concat", [b.constant([-1]), length], axis=0)])
+    real = b.add("Cast", [rows], to=TensorProto.BOOL)
     if region.mask.is_inverted:
         real = b.add("Not", [real])
     count = b.add("Cast", [real], to=TensorProto.INT64)

@@ -111,7 +111,7 @@ struct Parallel {
   int threads = 1;
 };
 
-// An instruction set that CPU kernels are compiled for; cpu/isa.h lists them. The value 0 is portable C++.
+// An instruction set that CPU kernels are compiled for; cpu_isas.h lists them. The value 0 is portable C++.
 enum class CpuIsa : int32_t;
 // The best one of this machine. The environment variable STOF_CPU_ISA may ask for a lesser one.
 CpuIsa BestCpuIsa();

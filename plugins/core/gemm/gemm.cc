@@ -3,26 +3,33 @@
 #include "plugins/core/gemm/gemm.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace stof {
 namespace {
 
-// Whether an operator of chains is an activation.
-bool IsFunction(ChainOp op, Activation activation) {
-  switch (activation) {
-    case Activation::kNone:
-    case Activation::kRelu2:
-      return false;
-    case Activation::kRelu:
-      return op == ChainOp::kRelu;
-    case Activation::kGelu:
-      return op == ChainOp::kGelu;
-    case Activation::kGeluTanh:
-      return op == ChainOp::kGeluTanh;
-    case Activation::kSilu:
-      return op == ChainOp::kSilu;
+// The operator of chains that writes each activation; std::nullopt: epilogues lack it.
+constexpr std::optional<ChainOp> kChainOps[] = {
+#define STOF_CHAIN_OP(function, name, gives_zeros, chain_op, ...) chain_op,
+    STOF_ACTIVATIONS(STOF_CHAIN_OP)
+#undef STOF_CHAIN_OP
+};
+
+// kNone: the operator of chains is no activation.
+Activation FindActivation(ChainOp op) {
+  for (int i = 0; i < kActivations; ++i) {
+    if (kChainOps[i] == op) return static_cast<Activation>(i);
   }
-  return false;
+  return Activation::kNone;
+}
+
+// Of those that epilogues have.
+std::string ListActivations() {
+  std::string names;
+  for (int i = 0; i < kActivations; ++i) {
+    if (kChainOps[i].has_value()) names += (names.empty() ? "" : ", ") + std::string(kActivationNames[i]);
+  }
+  return names;
 }
 
 Status AtLine(int line, const std::string& message) {
@@ -203,10 +210,7 @@ class Recognizer {
 
   // [act] (x0 | x1) [+ bias].
   bool Branch(int node, int* input, int* bias, bool* active) {
-    Activation activation = Activation::kNone;
-    for (int i = 0; i < kActivations; ++i) {
-      if (IsFunction(Node(node).op, static_cast<Activation>(i))) activation = static_cast<Activation>(i);
-    }
+    const Activation activation = FindActivation(Node(node).op);
     if (activation != Activation::kNone) {
       if (form_.activation != Activation::kNone) return false;
       form_.activation = activation;
@@ -271,7 +275,8 @@ Status ParseGemm(std::string_view text, int64_t pair, GemmEpilogue* epilogue) {
   if (!epilogue->has_form) {
     epilogue->why_not =
         "CUDA: no kernel has this epilogue, expected act(x0 + bias0) [* (x1 + bias1)] * scale[n] * row[m] + "
-        "residual[m, n], each part but the product at will, act one of relu, gelu, gelu_tanh, silu";
+        "residual[m, n], each part but the product at will, act one of " +
+        ListActivations();
   }
   return Status();
 }

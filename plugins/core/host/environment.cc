@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <iterator>
 
+#include "plugins/core/base/cpu_isas.h"
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/host/quoted.h"
 
@@ -13,14 +14,17 @@ namespace {
 
 constexpr const char* kCuda = "the library (CUDA)";
 
+#define STOF_NAME(id, name, is_supported) " " #name
+constexpr const char* kCpuIsas = &(STOF_CPU_ISAS(STOF_NAME))[1];  // from behind the first blank
+#undef STOF_NAME
+
 // In the order of the page. Help is Markdown for docs/reference, from which its links lead.
 constexpr VariableDescription kTable[] = {
     VariableDescription(Variable::kTrtLibrary, "STOF_TRT_LIBRARY",
                         "the TensorRT plugin library, instead of the package's or the one beside it")
         .Path()
         .ReadBy("`libstof_trt_autoreg*.so`"),
-    VariableDescription(Variable::kCpuIsa, "STOF_CPU_ISA", "at most this instruction set")
-        .Words("portable avx2 avx512 avx512_vnni"),
+    VariableDescription(Variable::kCpuIsa, "STOF_CPU_ISA", "at most this instruction set").Words(kCpuIsas),
     VariableDescription(Variable::kMlpHotMb, "STOF_MLP_HOT_MB",
                         "MiB of sparse MLPs' weights that a process reads when sessions are made "
                         "([memory](sparse-mlp.md#memory))")

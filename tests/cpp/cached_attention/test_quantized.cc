@@ -18,7 +18,9 @@
 namespace stof::test::cached_attention {
 namespace {
 
-constexpr CpuIsa kIsas[] = {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512};
+#define STOF_ID(id, name, is_supported) CpuIsa::id,
+constexpr CpuIsa kIsas[] = {STOF_CPU_ISAS(STOF_ID)};
+#undef STOF_ID
 
 double ReadStored(DType stored, uint8_t bits) {
   if (stored == DType::kI8) return static_cast<double>(static_cast<int8_t>(bits));

@@ -91,7 +91,7 @@ void Check(const Packed& p, const Outputs& outputs, const std::string& where) {
       if (p.has_epilogue) {
         const double x = sum[0] + at(p.epilogue.bias0, n, 0);
         const double u = Activate(p.epilogue.activation, x);
-        if (p.epilogue.activation == Activation::kRelu2) error[0] *= 2 * std::fabs(x) + 1;  // its slope
+        if (IsQuadratic(p.epilogue.activation)) error[0] *= 2 * std::fabs(x) + 1;  // its slope
         const double v = p.pair ? sum[1] + at(p.epilogue.bias1, n, 0) : 1;
         const double by = at(p.epilogue.scale, n, 1) * at(p.epilogue.row, m, 1);
         want[0] = u * v * by + at(p.epilogue.residual, m * p.N + n, 0);

@@ -138,7 +138,7 @@ void Problem::DrawFactor(int64_t rows, int64_t size, Values* factor, Values* sca
 // Active neurons have values of either sign, but for relu; the others have 0, or a negative value under relu.
 void Problem::DrawGate() {
   gate = Draw(c.T * c.F, 1);
-  const bool is_relu = c.activation == Activation::kRelu || c.activation == Activation::kRelu2;
+  const bool is_relu = kActivationGivesZeros[static_cast<int>(c.activation)];
   const int64_t item = SizeOfFloat(c.dtype);
   for (size_t i = 0; i < gate.values.size(); ++i) {
     const bool is_active = (static_cast<double>(random_.Unit()) + 1) / 2 < c.density;
@@ -255,8 +255,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
         size_of_a = std::fabs(sum);
         Dot(input, t, gate_weight, j, c.K, &sum, &size_of_a);
         a = Activate(c.activation, sum);
-        // relu2 grows with its argument.
-        const double slope = c.activation == Activation::kRelu2 ? 2 * std::fabs(sum) + 1 : 1.2;
+        const double slope = IsQuadratic(c.activation) ? 2 * std::fabs(sum) + 1 : 1.2;
         error = slope * (size_of_a * (sums + rounding + weights) + std::fabs(sum) * unit + smallest) +
                 std::fabs(a) * 8 * kRoundoff;
       } else {

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from stof.sparse_mlp.activations import find_activation
 from stof.sparse_mlp.constants import Constants, read_bias, read_rows
-from stof.sparse_mlp.site import MlpSite, unknown_activation
+from stof.sparse_mlp.site import MlpSite
 
 _BLOCK = 1024  # neurons that are multiplied together, in fp64
 
@@ -93,25 +93,8 @@ def compute_gate(
 
 def activate(activation: str, gate: np.ndarray) -> np.ndarray:
     """Activated neurons in the gate's type, by the names in docs/reference/sparse-mlp.md."""
-    kind = gate.dtype.type
-    if activation in ("relu", "relu2"):
-        positive: np.ndarray = np.maximum(gate, kind(0))
-        return positive * positive if activation == "relu2" else positive
     with np.errstate(over="ignore", invalid="ignore"):
-        if activation == "silu":
-            return np.asarray(gate / (kind(1) + np.exp(-gate)))
-        if activation == "gelu":
-            bounded = _erf(gate * kind(math.sqrt(0.5))).astype(kind)
-            return np.asarray(gate * kind(0.5) * (kind(1) + bounded))
-        if activation == "gelu_tanh":
-            inner = kind(math.sqrt(2 / math.pi)) * (gate + kind(0.044715) * gate * gate * gate)
-            return np.asarray(gate * kind(0.5) * (kind(1) + np.tanh(inner)))
-    if activation != "none":
-        raise unknown_activation(activation)
-    return gate
-
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
+        return find_activation(activation).compute(gate)
 
 
 def _round_to_int8(array: np.ndarray, site: MlpSite) -> np.ndarray:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from stof.op_rewrite import Job
 from stof.prompts.loss import has_logits
 from stof.runtime.library import op_limits
+from stof.sparse_mlp.activations import ACTIVATIONS
 from stof.sparse_mlp.decide.cpu import (
     estimate_gain_by_bytes,
     estimate_gain_on_cpu,
@@ -17,7 +18,7 @@ from stof.sparse_mlp.decide.cpu import (
 from stof.sparse_mlp.decide.cuda import reason_slow_for_many_tokens_on_cuda, reason_slow_on_cuda
 from stof.sparse_mlp.problem import MlpProblem
 from stof.sparse_mlp.run_tokens import RunTokens
-from stof.sparse_mlp.site import ACTIVATIONS, OP
+from stof.sparse_mlp.site import OP
 from stof.targets import Target
 
 _LEAST_GAIN_BY_BYTES = 1.1  # below, a call costs as much as it saves

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one list of the instruction sets of CPU kernels. Dispatch (cpu/isa.h), the values of STOF_CPU_ISA, the tests and
+// the page of environment variables are made of it.
+#ifndef STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
+#define STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
+
+// What the processor must have. cpu/isa.cc defines STOF_HAS.
+#define STOF_HAS_AVX2 STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c")
+#define STOF_HAS_AVX512 STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl")
+#define STOF_HAS_AVX512_VNNI STOF_HAS("avx512vnni") && STOF_HAS_AVX512
+
+// A row for each set, ISA(enumerator, name, whether the processor has it), from the least to the best: a set's features
+// include those of the sets before it. stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and
+// with which flags. Of an operator without kernels of its own, a set runs those of the best set before it.
+#define STOF_CPU_ISAS(ISA)              \
+  ISA(kPortable, portable, true)        \
+  ISA(kAvx2, avx2, STOF_HAS_AVX2)       \
+  ISA(kAvx512, avx512, STOF_HAS_AVX512) \
+  ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI)
+
+#endif  // STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
