@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs in which something beside the usual layers reads, mixes or names tokens."""
+"""Graphs in which something beside the usual layers reads, mixes or names tokens.
+
+More than 500 lines: a graph for each way to do so.
+"""
 
 from __future__ import annotations
 
