@@ -14,12 +14,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
+from tests.helpers.packed_sequences import BHSD, PackedProblem, compare
 
 import stof
 from stof.attention.checks.reference import Problem, assert_close, random_problem
 from stof.mask.site import EmptyRows
 from stof.runtime.library import LibraryError, Op
-from tests.helpers.packed_sequences import BHSD, PackedProblem, compare
 
 CUMULATIVE = "cumulative_sequence_length"
 WINDOW = "k <= q and q - k < 200"

@@ -109,9 +109,11 @@ class PackedProblem:
     def reference(self) -> np.ndarray:
         """The same in fp64: rows that exist of the padded problem, over the keys that exist."""
         p = self.padded
-        B, H, S, Dv = p.shape
+        B, H, S, _ = p.shape
         allowed, found = p.evaluate_mask(), np.zeros(p.shape)
         T, group = p.k.shape[2], H // p.k.shape[1]
+        if T == 0:
+            return self.pack(found) if self.has_queries else found
         past = T - S if p.query_offset else 0
         for b, keys in enumerate(self.ranges()):
             rows = keys if self.has_queries else slice(0, S)
@@ -139,10 +141,10 @@ class PackedProblem:
 def attend(
     scores: np.ndarray, allowed: np.ndarray, values: np.ndarray, sink: float | None, empty_rows: EmptyRows
 ) -> np.ndarray:
-    """Attention of one head in fp64; without any key zeros."""
+    """Attention of one head in fp64."""
     rows, keys = scores.shape
     if keys == 0:
-        return np.zeros((rows, values.shape[1]))
+        return np.full((rows, values.shape[1]), np.nan if empty_rows is EmptyRows.NAN else 0.0)
     masked = np.where(allowed, scores, -np.inf)
     empty = ~(masked > -np.inf).any(1)
     beside = masked if sink is None else np.concatenate([masked, np.full((rows, 1), sink)], 1)
@@ -168,8 +170,7 @@ def guard(array: np.ndarray) -> np.ndarray:
     whole = np.full(array.size + 2 * GUARD, np.nan, array.dtype)
     inner = whole[GUARD : GUARD + array.size]
     inner[:] = array.ravel()
-    view = inner.reshape(array.shape)
-    return view
+    return inner.reshape(array.shape)
 
 
 def lay_out(heads: np.ndarray, layout: str) -> np.ndarray:
