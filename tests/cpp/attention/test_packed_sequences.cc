@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packed sequences of StofAttention beside the padded call. Tensors end with their memory, so that a sanitizer sees
-// what is read or written outside. tests/attention/test_packed_sequences.py compares with the definition.
+// what is read or written outside. tests/runtime/test_packed_sequences.py compares with the definition.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
