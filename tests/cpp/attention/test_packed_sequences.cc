@@ -1,199 +1,183 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packed sequences of StofAttention beside the padded call. Tensors end with their memory, so that a sanitizer sees
 // what is read or written outside. tests/runtime/test_packed_sequences.py compares with the definition.
-#include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "cuda/packed_sequences/sequence_rows.h"
 #include "plugins/core/host/thread_pool.h"
-#include "plugins/core/ops/attention.h"
-#include "tests/cpp/check.h"
+#include "plugins/core/ops/attention_padded_copies.h"
+#include "plugins/core/ops/attention_shapes.h"
+#include "tests/cpp/attention/packed_cases.h"
 #include "tests/cpp/fixtures.h"
-#include "tests/cpp/map_attributes.h"
 
 namespace stof::test::attention {
 namespace {
 
-constexpr const char* kMasks[] = {"",
-                                  "k <= q",
-                                  "k <= q and q - k < 40",
-                                  "abs(q - k) <= 3 or k < 2 or q < 2",
-                                  "h % 2 == 0 or k <= q",
-                                  "(q + k + b) % 3 != 0",
-                                  "k < lengths[b] or k == q"};
-constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};
-
-// One batch of sequences of T positions at most, of which those from first[b] to first[b] + length[b] - 1 exist.
-struct PackedCase {
-  int64_t B = 0, H = 1, G = 1, S = 1, T = 1, D = 8, Dv = 8;
-  DType dtype = DType::kF32;
-  bool has_queries = true, has_first = true, has_holes = false;
-  int mask = 0, empty_rows = 0, threads = 1;
-  std::vector<int32_t> length, first;
-
-  int64_t rows() const {
-    int64_t sum = 0;
-    for (const int32_t one : length) sum += one;
-    return sum;
-  }
-};
-
-PackedCase Draw(Random* random) {
-  PackedCase c;
-  c.B = random->Range(0, 5);
-  c.G = random->Range(1, 2), c.H = c.G * random->Range(1, 3);
-  c.T = random->Pick<int64_t>({1, 2, 17, 31, 64, 65, 97, 128, 130, 257});
-  c.D = random->Pick<int64_t>({3, 8, 16, 17, 64}), c.Dv = random->Pick<int64_t>({3, 8, 16, 17, 64});
-  c.dtype = random->OneIn(3) ? DType::kBF16 : DType::kF32;
-  c.has_queries = !random->OneIn(4), c.has_first = !random->OneIn(3), c.has_holes = random->OneIn(3);
-  c.S = c.has_queries ? c.T : random->Pick<int64_t>({1, 3, 16, 40});
-  c.mask = static_cast<int>(random->Range(0, 6)), c.empty_rows = static_cast<int>(random->Range(0, 3));
-  c.threads = static_cast<int>(random->Range(1, 3));
-  for (int64_t b = 0; b < c.B; ++b) {
-    const auto length = random->Pick<int64_t>({0, 1, c.T, std::min<int64_t>(c.T, 96), random->Range(0, c.T)});
-    c.length.push_back(static_cast<int32_t>(length));
-    c.first.push_back(c.has_first ? static_cast<int32_t>(random->Range(0, c.T - length)) : 0);
-  }
-  return c;
+void Run(const PackedCase& c, const std::string& operands, const std::vector<Tensor>& inputs, Array* output) {
+  const std::unique_ptr<Op> op = MakePackedOp(c, operands, inputs);
+  Memory memory;
+  ThreadPool pool(c.threads);
+  const RunContext context = {pool.view(), Memory::Allocate, &memory};
+  const Status status = op->Run(inputs.data(), static_cast<int>(inputs.size()), &output->tensor, 1, context);
+  CHECK(status.ok(), status.message());
 }
 
-struct Array {
-  Tensor tensor;
-  std::vector<char> bytes;
+bool AttendsAll(const PackedCase& c) { return AttendsAllKeys(static_cast<EmptyRows>(c.empty_rows)); }
 
-  Array() = default;
-  Array(DType dtype, const std::vector<int64_t>& dims) {
-    tensor.dtype = dtype;
-    tensor.rank = static_cast<int32_t>(dims.size());
-    std::copy(dims.begin(), dims.end(), tensor.dims);
-    bytes.assign(static_cast<size_t>(tensor.Elements() * SizeOf(dtype)), static_cast<char>(0xff));
-    tensor.data = bytes.data();
-  }
-  // bf16 is the upper half of fp32.
-  void Set(int64_t i, float value) {
-    const int64_t size = SizeOf(tensor.dtype);
-    std::memcpy(bytes.data() + i * size, reinterpret_cast<const char*>(&value) + 4 - size, static_cast<size_t>(size));
-  }
-  float Get(int64_t i) const {
-    const int64_t size = SizeOf(tensor.dtype);
-    float value = 0;
-    std::memcpy(reinterpret_cast<char*>(&value) + 4 - size, bytes.data() + i * size, static_cast<size_t>(size));
-    return value;
-  }
-};
+void RunCase(const PackedCase& c, Random* random) {
+  PackedTensors tensors(c, random);
+  Array wanted(c.dtype, {c.B, c.S, c.H * c.Dv}), found = PackedOutput(c);
+  Run(c, tensors.padded_operands, tensors.PaddedInputs(), &wanted);
+  Run(c, tensors.packed_operands, tensors.PackedInputs(c), &found);
+  if (AttendsAll(c)) return;  // over all keys, not those that exist
+  ComparePacked(c, found, c.has_queries ? Packed(c, &wanted) : wanted);
+}
 
-// Copies rows of [B, positions, heads · size] between the padded and the packed tensor of a case.
-void CopyRows(const PackedCase& c, bool packs, Array* padded, Array* packed) {
-  const int64_t row = padded->tensor.dims[2] * SizeOf(c.dtype), T = padded->tensor.dims[1];
-  int64_t at = 0;
-  for (size_t b = 0; b < c.length.size(); ++b) {
-    for (int64_t i = 0; i < c.length[b]; ++i, ++at) {
-      char* const from = padded->bytes.data() + (static_cast<int64_t>(b) * T + c.first[b] + i) * row;
-      char* const to = packed->bytes.data() + at * row;
-      std::memcpy(packs ? to : from, packs ? from : to, static_cast<size_t>(row));
+template <typename Function>
+void ForEachCase(int count, uint64_t seed, const Function& run) {
+  for (int i = 0; i < count; ++i) {
+    Random random(static_cast<uint64_t>(i) + seed);
+    const PackedCase c = DrawPacked(&random);
+    try {
+      run(c, &random);
+    } catch (const Failure& failure) {
+      CHECK(false, "case ", i, " ", Describe(c), failure.message);
+    }
+    CountCases(1);
+  }
+}
+
+// ---- what a device does, on the host ----
+int64_t Elements(const SequenceRows& tensor, int64_t head, int64_t row) {
+  return row * tensor.packed_stride.s + head * tensor.packed_stride.h;
+}
+
+template <typename Visit>
+void ForEachRow(const DeviceSequences& sequences, const Visit& visit) {
+  const bool is_legal = cuda::HasLegalStarts(sequences, 0, 1);
+  for (int64_t b = 0; b < sequences.B; ++b) {
+    const cuda::SequenceSpan span = cuda::SpanOf(sequences, is_legal, b);
+    for (int64_t t = 0; t < sequences.positions; ++t) {
+      visit(b, t, t >= span.first && t < span.first + span.length ? span.begin + t - span.first : -1, span);
     }
   }
 }
 
-Array DrawRows(const PackedCase& c, int64_t positions, int64_t width, Random* random) {
-  Array rows(c.dtype, {c.B, positions, width});
-  for (int64_t i = 0; i < rows.tensor.Elements(); ++i) rows.Set(i, random->Unit());
-  return rows;
+Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, bool unpacks) {
+  const auto size = static_cast<size_t>(tensor.size * SizeOf(tensor.dtype));
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan&) {
+    for (int64_t head = 0; head < tensor.heads; ++head) {
+      const int64_t at = ((b * tensor.heads + head) * sequences.positions + t) * tensor.size;
+      char* const padded = static_cast<char*>(tensor.padded) + at * SizeOf(tensor.dtype);
+      if (row < 0) {
+        if (unpacks) std::memset(padded, 0, size);
+        continue;
+      }
+      char* const packed = static_cast<char*>(tensor.packed) + Elements(tensor, head, row) * SizeOf(tensor.dtype);
+      std::memcpy(unpacks ? padded : packed, unpacks ? packed : padded, size);
+    }
+  });
+  return Status();
+}
+Status UnpackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
+  return MoveOnHost(sequences, tensor, true);
+}
+Status PackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
+  return MoveOnHost(sequences, tensor, false);
+}
+Status MarkOnHost(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext&) {
+  const auto* const given = static_cast<const uint8_t*>(keys.given.data);
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
+    const int64_t at = b * sequences.positions + t;
+    keys.pad[at] = row >= 0 && given[at] != 0 ? 1 : 0;
+    if (keys.bias != nullptr) {
+      keys.bias[at] = row >= 0 || span.length == 0 ? 0.0f : -std::numeric_limits<float>::infinity();
+    }
+  });
+  return Status();
 }
 
-Array Packed(const PackedCase& c, Array* padded) {
-  Array packed(c.dtype, {1, c.rows(), padded->tensor.dims[2]});
-  CopyRows(c, true, padded, &packed);
-  return packed;
-}
-
-Array Ints(const std::vector<int32_t>& values) {
-  Array array(DType::kI32, {static_cast<int64_t>(values.size())});
-  if (!values.empty()) std::memcpy(array.bytes.data(), values.data(), 4 * values.size());
-  return array;
-}
-
-void Run(const PackedCase& c, const std::string& operands, const std::vector<const Array*>& inputs, Array* output) {
-  MapAttributes attributes;
-  attributes.strings["mask"] =
-      std::string(kMasks[c.mask]).empty() ? "pad[b, k]" : "(" + std::string(kMasks[c.mask]) + ") and pad[b, k]";
-  attributes.strings["empty_rows"] = kPolicies[c.empty_rows];
-  attributes.strings["layout"] = "BSN";
-  attributes.strings["operands"] = operands;
-  attributes.ints["num_heads"] = c.H, attributes.ints["kv_num_heads"] = c.G;
-  std::unique_ptr<Op> op;
-  Status status = AttentionDescription()->create(attributes, &op);
+// Runs the padded copies of a case through the kernel of padded batches; the mask is that of pad alone.
+void RunCopies(const PackedCase& c, const PackedTensors& tensors, Array* output) {
+  AttentionAttributes attributes;
+  Status status = ParseAttention(PackedAttributes(c, tensors.packed_operands), &attributes);
   CHECK(status.ok(), status.message());
-  std::vector<Tensor> tensors;
-  for (const Array* input : inputs) tensors.push_back(input->tensor);
-  const int count = static_cast<int>(tensors.size());
-  status = op->Prepare(tensors.data(), count);
+  const std::vector<Tensor> inputs = tensors.PackedInputs(c);
+  AttentionArgs args;
+  status = BindQueryKeyValue(attributes, inputs.data(), static_cast<int>(inputs.size()), &args);
   CHECK(status.ok(), status.message());
+  PaddedCopies copies;
+  status = copies.Bind(attributes, inputs.data(), &args);
+  CHECK(status.ok(), status.message());
+  args.output.data = output->tensor.data;
+  const PackedSequencesBackend backend = {UnpackOnHost, PackOnHost, MarkOnHost};
   Memory memory;
   ThreadPool pool(c.threads);
   const RunContext context = {pool.view(), Memory::Allocate, &memory};
-  status = op->Run(tensors.data(), count, &output->tensor, 1, context);
+  const Tensor* pad = &tensors.pad.tensor;
+  status = copies.Allocate(context, &args, &pad);
   CHECK(status.ok(), status.message());
-}
-
-void Compare(const PackedCase& c, const Array& found, const Array& wanted) {
-  const float tolerance = c.dtype == DType::kF32 ? 1e-5f : 2e-2f;
-  for (int64_t i = 0; i < found.tensor.Elements(); ++i) {
-    const float x = found.Get(i), y = wanted.Get(i);
-    CHECK(std::isnan(x) == std::isnan(y) && (std::isnan(x) || std::fabs(x - y) <= tolerance), "element ", i, ": ", x,
-          ", expected ", y);
-  }
-}
-
-void RunCase(const PackedCase& c, Random* random) {
-  Array query = DrawRows(c, c.S, c.H * c.D, random), key = DrawRows(c, c.T, c.G * c.D, random);
-  Array value = DrawRows(c, c.T, c.G * c.Dv, random);
-  // Keys that exist, and of them those that may be attended.
-  Array exists(DType::kBool, {c.B, c.T});
-  std::fill(exists.bytes.begin(), exists.bytes.end(), 0);
-  std::vector<int32_t> starts = {0}, lengths;
-  for (size_t b = 0; b < c.length.size(); ++b) {
-    char* const keys = exists.bytes.data() + static_cast<int64_t>(b) * c.T + c.first[b];
-    for (int32_t i = 0; i < c.length[b]; ++i) keys[i] = c.has_holes && random->OneIn(5) ? 0 : 1;
-    starts.push_back(starts.back() + c.length[b]);
-    lengths.push_back(static_cast<int32_t>(random->Range(0, c.T)));
-  }
-  Array length = Ints(lengths), cumulative = Ints(starts), first = Ints(c.first);
-  std::string operands = "pad";
-  std::vector<const Array*> inputs = {&query, &key, &value, &exists};
-  if (std::strstr(kMasks[c.mask], "lengths") != nullptr) operands += " lengths", inputs.push_back(&length);
-  Array wanted(c.dtype, {c.B, c.S, c.H * c.Dv});
-  Run(c, operands, inputs, &wanted);
-  operands += c.has_queries ? " cumulative_sequence_length" : " cumulative_key_length";
-  inputs.push_back(&cumulative);
-  if (c.has_first) operands += " first_position", inputs.push_back(&first);
-  const Array packed_query = Packed(c, c.has_queries ? &query : &key), packed_key = Packed(c, &key);
-  const Array packed_value = Packed(c, &value);
-  if (c.has_queries) inputs[0] = &packed_query;
-  inputs[1] = &packed_key, inputs[2] = &packed_value;
-  Array found = c.has_queries ? Array(c.dtype, {1, c.rows(), c.H * c.Dv}) : Array(c.dtype, {c.B, c.S, c.H * c.Dv});
-  Run(c, operands, inputs, &found);
-  // Of all keys other rows result: their policies are over the keys that exist.
-  if (kPolicies[c.empty_rows] == std::string("mean") || kPolicies[c.empty_rows] == std::string("all")) return;
-  Compare(c, found, c.has_queries ? Packed(c, &wanted) : wanted);
+  // The plan counts the same blocks.
+  PaddedCopies planned;
+  AttentionArgs plan;
+  CHECK(BindQueryKeyValue(attributes, inputs.data(), static_cast<int>(inputs.size()), &plan).ok());
+  CHECK(planned.Bind(attributes, inputs.data(), &plan).ok());
+  size_t bytes = 0;
+  const Tensor* planned_pad = &tensors.pad.tensor;
+  CHECK(PlanPaddedCopies(&planned, &plan, &planned_pad, &bytes).ok());
+  CHECK(bytes > 0 || c.B == 0, "the plan asks for nothing");
+  CHECK(copies.Unpack(backend, context).ok());
+  args.mask.pad = static_cast<const uint8_t*>(pad->data);
+  const CpuAttentionConfig config = ChooseCpuAttention(args, c.threads);
+  void* workspace = nullptr;
+  CHECK(context.Allocate(CpuAttentionWorkspace(args, config, c.threads), &workspace).ok());
+  status = CpuAttention(args, config, workspace, context.parallel);
+  CHECK(status.ok(), status.message());
+  CHECK(copies.Pack(backend, context).ok());
 }
 
 }  // namespace
 
-TEST(AttentionOfPackedSequences) {
-  const int cases = Cases(600);
+TEST(AttentionOfPackedSequences) { ForEachCase(Cases(600), 5400, RunCase); }
+
+// A device runs over padded copies: their order, sizes and marks, without a device.
+TEST(AttentionOfPaddedCopies) {
+  ForEachCase(Cases(200), 5500, [](PackedCase c, Random* random) {
+    c.mask = 0;  // pad alone
+    if (static_cast<EmptyRows>(c.empty_rows) == EmptyRows::kMean) c.empty_rows = 0;
+    PackedTensors tensors(c, random);
+    Array wanted = PackedOutput(c), found = PackedOutput(c);
+    Run(c, tensors.packed_operands, tensors.PackedInputs(c), &wanted);
+    if (found.tensor.Elements() > 0) RunCopies(c, tensors, &found);
+    ComparePacked(c, found, wanted);
+  });
+}
+
+TEST(PackedSequencesOfAnyNumbersStayInside) {
+  Random random(5600);
+  const int cases = Cases(20000);
   for (int i = 0; i < cases; ++i) {
-    Random random(static_cast<uint64_t>(i) + 5400);
-    const PackedCase c = Draw(&random);
-    try {
-      RunCase(c, &random);
-    } catch (const Failure& failure) {
-      CHECK(false, "case ", i, " B ", c.B, " H ", c.H, " G ", c.G, " S ", c.S, " T ", c.T, " D ", c.D, " Dv ", c.Dv,
-            " mask '", kMasks[c.mask], "' empty rows ", kPolicies[c.empty_rows], ": ", failure.message);
+    const int64_t B = random.Range(1, 6), rows = random.Range(0, 20), positions = random.Range(1, 12);
+    const auto any = [&] {
+      const std::vector<int64_t> extremes = {std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()};
+      return static_cast<int32_t>(random.OneIn(8) ? random.Pick(extremes) : random.Range(-2, 22));
+    };
+    std::vector<int32_t> starts, first;
+    for (int64_t b = 0; b <= B; ++b) starts.push_back(any());
+    for (int64_t b = 0; b < B; ++b) first.push_back(any());
+    const DeviceSequences sequences = {starts.data(), random.OneIn(2) ? first.data() : nullptr, B, rows, positions};
+    for (int64_t b = 0; b < B; ++b) {
+      const cuda::SequenceSpan span = cuda::SpanOf(sequences, true, b);
+      CHECK(span.begin >= 0 && span.length >= 0 && span.begin + span.length <= rows, "rows of sequence ", b);
+      CHECK(span.first >= 0 && span.first + span.length <= positions, "positions of sequence ", b);
+      CHECK(span.is_legal || span.length == 0, "an illegal sequence has rows");
     }
+    const int64_t b = cuda::SequenceOfRow(sequences, random.Range(0, 25));
+    CHECK(b >= 0 && b < B, "sequence ", b, " of ", B);
     CountCases(1);
   }
 }
