@@ -112,6 +112,18 @@ def test_no_rows(lengths: list[int], has_queries: bool) -> None:
     replace(problem, has_queries=has_queries).check()
 
 
+def test_query_key_and_value_in_one_tensor() -> None:
+    """Attribute packed names heads of one tensor, and the sequences are packed along its rows."""
+    made = problem_of(np.random.default_rng(10), [33, 0, 70], 70, H=4, D=16, mask="k <= q")
+    p = made.padded
+    rows = np.concatenate([made.pack(a)[0] for a in (p.q, p.k, p.v)])  # [12, L, 16]
+    whole = np.ascontiguousarray(rows.transpose(1, 0, 2)).reshape(1, 103, 12 * 16)
+    attributes = {**made.attributes(), "layout": "BSN", "packed": [0, 12, 4, 12, 8, 12]}
+    out = np.full((1, 103, 64), np.nan, np.float32)
+    Op("StofAttention", attributes).run([whole, whole, whole, *made.inputs()[3:]], [out])
+    assert_close(out.reshape(1, 103, 4, 16).transpose(0, 2, 1, 3), made.reference())
+
+
 # ---- errors ----
 LENGTHS = [3, 0, 5]
 
