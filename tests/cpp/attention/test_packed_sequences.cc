@@ -163,6 +163,43 @@ TEST(AttentionOfPaddedCopies) {
   });
 }
 
+// The plan for a device needs none. It counts the padded copies, and says what no kernel takes.
+TEST(PackedSequencesArePlannedForADevice) {
+  PackedCase c;
+  c.B = 2, c.H = 2, c.T = c.S = 24, c.D = c.Dv = 64;
+  c.length = {10, 24}, c.first = {14, 0};
+  Random random(1);
+  const auto plan = [&](const std::string& operands, std::vector<Tensor> shapes, DevicePlan* planned) {
+    for (Tensor& shape : shapes) shape.data = nullptr;
+    std::unique_ptr<Op> op;
+    MapAttributes attributes = PackedAttributes(c, operands);
+    if (operands.find("pad") == std::string::npos) attributes.strings["mask"] = "";
+    CHECK(AttentionDescription()->create(attributes, &op).ok());
+    CHECK(op->Prepare(shapes.data(), static_cast<int>(shapes.size())).ok());
+    return op->PlanDevice(shapes.data(), static_cast<int>(shapes.size()), planned);
+  };
+  const PackedTensors tensors(c, &random);
+  const std::vector<Tensor> shapes = tensors.PackedInputs(c);
+  DevicePlan planned;
+  const Status status = plan(tensors.packed_operands, shapes, &planned);
+  CHECK(status.ok(), status.message());
+  const auto copies = static_cast<size_t>(4 * (4 * c.B * c.T * c.H * c.D));  // query, key, value and output, fp32
+  CHECK(planned.workspace >= copies && planned.runs_several_kernels, planned.workspace, " bytes");
+  const auto refuses = [&](const std::string& operands, const std::vector<Tensor>& inputs, const char* message) {
+    const Status refused = plan(operands, inputs, &planned);
+    CHECK(!refused.ok() && refused.message().find(message) != std::string::npos, "'", refused.message(), "'");
+    CountCases(1);
+  };
+  refuses("cumulative_sequence_length", {shapes[0], shapes[1], shapes[2], tensors.cumulative.tensor},
+          "no operand says how long a padded sequence is");
+  c.empty_rows = static_cast<int>(EmptyRows::kMean);
+  refuses(tensors.packed_operands, shapes, "expected zero, nan or all beside cumulative_sequence_length on CUDA");
+  c.empty_rows = static_cast<int>(EmptyRows::kAll);
+  std::vector<Tensor> biased = shapes;
+  biased.push_back(TensorOfShape(DType::kF32, std::vector<int64_t>{24, 24}));
+  refuses(tensors.packed_operands + " bias", biased, "expected zero or nan beside bias");
+}
+
 TEST(PackedSequencesOfAnyNumbersStayInside) {
   Random random(5600);
   const int cases = Cases(20000);
