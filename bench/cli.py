@@ -75,6 +75,10 @@ def _run_on_threads(arguments: argparse.Namespace, threads: int) -> int:
             return _sparse_mlp(arguments, threads)
         case "sites":
             return _sites(arguments, threads)
+        case "texts":
+            from bench.texts.run import run as run_texts
+
+            return run_texts(arguments, threads)
         case "decode-genai":
             from bench.cpu import decode_genai
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from bench.gpu import tables as gpu_tables
 from bench.gpu.summary import geomean
 from bench.gpu.tables import table
+from bench.texts.table import tabulate as tabulate_texts
 from stof.bench.results import Record, read
 
 _HEAD = """<!-- Written by `python -m bench table -o docs/reference/numbers.md` from docs/results; do not edit. -->
@@ -43,13 +44,15 @@ def document(results: Path) -> str:
     for folder in [results, *sorted(p for p in results.iterdir() if p.is_dir())]:
         attention, sites, models = (read(folder / f"{n}-cpu.json") for n in ("attention", "sites", "models"))
         decoders = [r for path in sorted(folder.glob("decode-genai*.json")) for r in read(path)]
+        texts = read(folder / "texts-cpu.json")
         gpu = gpu_tables.device(folder)
         if gpu is not None:
             lines += [f"## {gpu}", "", *gpu_tables.summary_lines(folder, results)]
-        if found := [*attention, *sites, *models, *decoders]:
+        if found := [*attention, *sites, *models, *decoders, *texts]:
             machine = found[0]["machine"]
             lines += [f"## {machine['device']}, {machine['isa']}", "", _machine(found)]
             lines += [*_attention(attention), *_sites(sites), *_models(models), *_decoders(decoders)]
+            lines += tabulate_texts(texts)
     lines += _patterns([r for path in sorted((results / "comparisons").glob("s2-*.json")) for r in read(path)])
     lines += _search(read(results / "search.json"))
     return "\n".join(lines).rstrip() + "\n"

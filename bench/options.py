@@ -11,6 +11,8 @@ from bench.core.clone import RESULTS
 from bench.cpu import cases, sparse_mlp
 from bench.decoder import mlp_models
 from bench.gpu.cases import GRIDS
+from bench.texts import text_models
+from bench.texts.lengths import LENGTHS
 from stof.bench.cli import add_model_options
 from stof.tensorrt.describe_installation import describe_installation
 from stof.terminal import Parser, VersionAction
@@ -29,6 +31,7 @@ def make_parser() -> Parser:
     _add_sparse_mlp(commands)
     _add_sites(commands)
     _add_model(commands)
+    _add_texts(commands)
     _add_decoder(commands)
     _add_decoder_mlp(commands)
     _add_generation(commands)
@@ -103,6 +106,25 @@ def _add_model(commands: Commands) -> None:
     model.add_argument("--prepared", type=Path, metavar="DIR", help="of --device cuda: fp16 graphs without weights")
     model.add_argument("--prepare", action="store_true", help="write them, which needs no GPU, and end")
     model.add_argument("--lock", type=Path, metavar="FILE", help="of --device cuda: processes with it time in turns")
+
+
+def _add_texts(commands: Commands) -> None:
+    texts = commands.add_parser("texts", help="models that embed and rerank, on batches of padded texts, on the CPU")
+    default = ", ".join(text_models.DEFAULT_MODELS)
+    texts.add_argument(
+        "--models", nargs="+", choices=list(text_models.MODELS), default=None, help=f"default: {default}"
+    )
+    texts.add_argument("--precisions", nargs="+", choices=text_models.PRECISIONS, default=list(text_models.PRECISIONS))
+    texts.add_argument(
+        "--lengths", nargs="+", choices=list(LENGTHS), default=None, help="of the texts; default: the model's"
+    )
+    texts.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
+    texts.add_argument("--batch", type=int, default=32, metavar="B", help="texts of a batch (32)")
+    texts.add_argument("--batches", type=int, default=2, metavar="N", help="run in each order, of 1,024 texts (2)")
+    texts.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
+    texts.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
+    _add_runs(texts, threads=[2])
+    texts.set_defaults(results=RESULTS / "texts")
 
 
 def _add_decoder(commands: Commands) -> None:

@@ -22,6 +22,7 @@
 #include "cuda/mask/device_columns.h"
 #include "cuda/mask/device_mask.h"
 #include "cuda/mask/program/program_cache.h"
+#include "cuda/packed_sequences/move_rows.h"
 #include "cuda/paged_attention/append.h"
 #include "cuda/sparse_mlp/run.h"
 #include "plugins/core/contract/cuda_backend.h"
@@ -326,6 +327,9 @@ constexpr CudaBackend MakeBackend() {
   backend.paged_attention.append = kChecked<&cuda::AppendToPages>;
   backend.paged_attention.gather = kChecked<&cuda::GatherPages>;
   backend.paged_attention.unpad = kChecked<&cuda::UnpadTokens>;
+  backend.packed_sequences.unpack = kChecked<&cuda::UnpackSequences>;
+  backend.packed_sequences.pack = kChecked<&cuda::PackSequences>;
+  backend.packed_sequences.mark = kChecked<&cuda::MarkKeys>;
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;

@@ -29,6 +29,7 @@ from first import FIRST
 from mlp import MLP
 from paper import PAPER
 from store import forget_metadata, node_hash, strip, write
+from texts import TEXTS
 from zoo import ZOO
 
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
@@ -38,8 +39,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     **{f"zoo/{name}": a for name, a in ZOO.items()},
     **{f"mlp/{name}": a for name, a in MLP.items()},
     **{f"paper/{name}": a for name, a in PAPER.items()},
+    **{f"texts/{name}": a for name, a in TEXTS.items()},
 }
 _TINY = ("zoo/", "mlp/")  # architectures with few, narrow layers
+_TRAINED_VECTORS = ("paper/", "texts/")  # architectures whose vectors of parameters are drawn, too
 
 
 def all_names() -> list[str]:
@@ -65,14 +68,16 @@ def export(name: str) -> onnx.ModelProto:
         config._experts_implementation = "batched_mm"  # the default is an operator that no exporter knows
     torch.manual_seed(0)
     core = getattr(transformers, what.model)(config).eval().to(getattr(torch, what.dtype))
-    paper = name.startswith("paper/")
-    if paper:
+    has_trained_vectors = name.startswith(_TRAINED_VECTORS)
+    if has_trained_vectors:
         _randomize_vectors(torch, core)
+    if name.startswith("paper/"):
         add_weights(core, int(architecture.rpartition("-")[2]) + 1 if what.inputs == "bigbird-pixels" else 2048)
     with tempfile.TemporaryDirectory() as folder:
         given = feed_by_task(what.inputs) if exporter == "optimum" else feed(what.inputs, torch, config, what.dtype)
         model = export_model(core, given, exporter, Path(folder))
-        strip(model, Path(folder), name.startswith(_TINY), zeros(core) if name.startswith(_TINY) else (), paper)
+        unset = zeros(core) if name.startswith(_TINY) else ()
+        strip(model, Path(folder), name.startswith(_TINY), unset, has_trained_vectors)
     # Node names and metadata stay where users' files are most likely to have them.
     if name.startswith(_TINY) or not (exporter == "dynamo" and attention == "sdpa"):
         # Of graphs of transformers' exporter, in which every size is dynamic, the names of sizes are part.
@@ -106,7 +111,7 @@ def facts(name: str) -> dict[str, Any]:
         "attention": attention,
         "opset": OPSETS[exporter],
         "versions": versions(name),
-        **({"inputs": what.inputs, "dtype": what.dtype} if name.startswith((*_TINY, "paper/")) else {}),
+        **({"inputs": what.inputs, "dtype": what.dtype} if name.startswith((*_TINY, *_TRAINED_VECTORS)) else {}),
     }
 
 

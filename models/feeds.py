@@ -204,6 +204,40 @@ def _bigbird_pixels(torch: Any, config: Any) -> Feed:
     return Feed(tensors, {"pixel_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
 
 
+def _texts(torch: Any, output: str, pool: Callable[..., Any], has_types: bool = True) -> Feed:
+    """Padded texts; ``pool`` makes of the core's result and the mask what the graph gives."""
+    tensors = {"input_ids": _ids(torch, 2, 20), "attention_mask": _mask(torch, 2, 20).flip(1)}
+    if has_types:
+        tensors["token_type_ids"] = torch.zeros(2, 20, dtype=torch.int64)
+
+    def call(core: Any, *given: Any) -> Any:
+        return pool(core(**dict(zip(tensors, given, strict=True))), given[1])
+
+    return Feed(tensors, {n: {0: B, 1: S} for n in tensors}, (output,), call, {output: {0: B}})
+
+
+def _texts_mean(torch: Any, config: Any) -> Feed:
+    """Embeddings of texts: the mean of the real tokens, normalized."""
+
+    def pool(found: Any, mask: Any) -> Any:
+        states = found.last_hidden_state
+        weights = mask.unsqueeze(-1).expand(states.size()).to(states.dtype)
+        mean = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        return torch.nn.functional.normalize(mean, p=2, dim=1)
+
+    return _texts(torch, "sentence_embedding", pool)
+
+
+def _texts_first(torch: Any, config: Any) -> Feed:
+    """Embeddings of texts: the first token."""
+    return _texts(torch, "sentence_embedding", lambda found, _: found.last_hidden_state[:, 0], has_types=False)
+
+
+def _texts_pairs(torch: Any, config: Any) -> Feed:
+    """A logit for each pair of texts."""
+    return _texts(torch, "logits", lambda found, _: found.logits)
+
+
 # Of exports by optimum, which feeds models itself.
 _TASKS = {
     "text": "feature-extraction",
@@ -228,6 +262,9 @@ _KINDS: dict[str, Callable[[Any, Any], Feed]] = {
     "bigbird": _bigbird,
     "bigbird-seq2seq": _bigbird_seq2seq,
     "bigbird-pixels": _bigbird_pixels,
+    "texts-mean": _texts_mean,
+    "texts-first": _texts_first,
+    "texts-pairs": _texts_pairs,
 }
 
 

@@ -120,7 +120,7 @@ class Point(Generic[AnyProblem, Built]):
         if not problem.is_checked(candidate):
             return None
         if not error <= problem.tolerance:
-            raise Unavailable(f"wrong result: differs from fp64 by {error:.1e} of the largest value")
+            raise Unavailable(f"wrong result: differs from {problem.reference} by {error:.1e} of {problem.relative_to}")
         return float(f"{error:.1e}")
 
     def measure(self, rounds: int) -> Record:

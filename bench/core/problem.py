@@ -19,13 +19,17 @@ class PointProblem(ABC):
 
     Attributes:
         tolerance: the largest error of a right result.
+        reference: what a result is compared with.
+        relative_to: what errors are relative to.
     """
 
     tolerance: float
+    reference = "fp64"
+    relative_to = "the largest value"
 
     @abstractmethod
     def error(self, output: Any) -> float:
-        """The largest difference of an output from fp64, over the largest value there."""
+        """The difference of an output from the reference, over what ``relative_to`` says."""
 
     def is_checked(self, candidate: str) -> bool:
         """Whether a candidate computes what the problem asks for."""

@@ -133,16 +133,15 @@ void SortItems(const cpu::AttentionProblem& problem, uint32_t* order) {
     }
     return sum;
   };
-  // Sequences of own lengths differ in rows and keys, too.
+  // The tile rows of a packed sequence stay together, the last one included: they share packed keys.
   const auto cost = [&](int64_t item) {
     const int64_t b = item / problem.tile_rows / args.shape.H;
     if (!is_packed) return tiles(b, item);
-    const int64_t keys = cpu::EndOfKeys(args, b), row0 = item % problem.tile_rows * problem.m;
-    const int64_t rows = std::min<int64_t>(problem.m, cpu::EndOfQueries(args, b) - row0);
-    return rows * (args.mask.fixed.blocks() == nullptr ? keys : std::min(keys, tiles(b, item) * problem.n / 2));
+    const int64_t keys = cpu::EndOfKeys(args, b);
+    return args.mask.fixed.blocks() == nullptr ? keys : std::min(keys, tiles(b, item) * problem.n / 2);
   };
   constexpr int64_t kClasses = 64;
-  const int64_t most = is_packed ? problem.m * args.shape.T : 2 * problem.key_tiles;
+  const int64_t most = is_packed ? args.shape.T : 2 * problem.key_tiles;
   const int64_t unit = most / kClasses + 1;
   int64_t begin[kClasses + 1] = {};
   const auto slot = [&](int64_t item) { return kClasses - 1 - std::min(kClasses - 1, cost(item) / unit); };

@@ -438,8 +438,7 @@ class AttentionWorker {
       FromFloats(scratch_.mean, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
       return;
     }
-    // Without any key an empty sum is 0, whatever fully masked rows give.
-    const float value = args_.mask.empty_rows == EmptyRows::kNan && key_end_ > 0 ? __builtin_nanf("") : 0.0f;
+    const float value = args_.mask.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
     for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.row[d] = value;
     FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
   }

@@ -66,6 +66,7 @@ Status Definition::Prepare(const Fields& given) {
     if (const Field* field = given.Find(attribute.name)) fields_.Set(*field);
   }
   STOF_RETURN_IF_ERROR(CreateOp(description_, fields_, &op_));
+  STOF_RETURN_IF_ERROR(op_->CheckTarget(Target::kTensorRt));
   // An attribute that the operator does not read may be of any type; it is not written to an engine file.
   for (const AttributeDescription& attribute : description_.attributes) {
     const Field* field = fields_.Find(attribute.name);

@@ -73,7 +73,9 @@ def test_what_the_library_answers() -> None:
         for dtype, one in found.items():
             unit = 8 if target != "cpu" and dtype != FP32 else 1
             assert one == limits.AttentionLimits(256, unit, 65536, 4194304, 13)
-    assert limits.operand_roles() == {*NEUTRAL, "unused"}
+    # Packed sequences have no operand that changes nothing: nodes with and without them are other nodes.
+    sequences = {"cumulative_sequence_length", "cumulative_key_length", "first_position"}
+    assert limits.operand_roles() == {*NEUTRAL, *sequences, "unused"}
     assert limits.element_types() == {FP32, FP16, BF16}
     assert limits.largest_head_size() == 256
     assert limits.most_heads() == 65536

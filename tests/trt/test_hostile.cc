@@ -107,6 +107,7 @@ TEST(TrtRefusesFields) {
   CHECK(Refused(Strings({{"empty_rows", "none"}})));
   CHECK(Refused(Strings({{"operands", "pad pad"}, {"mask", "pad[b, k]"}})));
   CHECK(Refused(Strings({{"operands", "weights"}})));
+  CHECK(Refused(Strings({{"operands", "cumulative_sequence_length"}})));
   CHECK(Refused(Strings({{"results", "present_key"}})));
   CHECK(Refused(Strings({{"num_heads", "4"}})));
   CHECK(Refused(Strings({{"scale", "1"}})));

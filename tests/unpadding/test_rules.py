@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of unpadding, held against the node itself in ONNX Runtime: on padded tensors and on their real tokens."""
+"""Each rule of unpadding, held against the node itself in ONNX Runtime: on padded tensors and on their real tokens.
+
+More than 500 lines: a case for each form of each operator.
+"""
 
 from __future__ import annotations
 
@@ -241,6 +244,11 @@ NORMS = [
 ]
 _IDS = tokens("B S", "i")
 MOVES = [
+    case("Tile", tokens("B S 4"), fixed([1, 1, 3], "i")),
+    case("Tile", tokens("BS 1 4"), fixed([1, 2, 1], "i")),
+    case("GatherND", tokens("3 B S 4"), fixed([[1], [2]], "i")),
+    case("GatherND", tokens("3 2 B S"), fixed([2, 1], "i")),
+    case("GatherND", tokens("3 BS 4"), plain("2 2 1", "i", high=3)),
     case("Gather", weight(4, 6), _IDS),
     case("Gather", weight(2, 4, 3), _IDS, axis=1),
     case("Gather", weight(2, 4, 3), _IDS, axis=-2),
@@ -446,6 +454,14 @@ def test_only_what_padding_hides_is_ignored(op: str, condition: dict[str, bool])
 
 # Nodes that mix tokens, or may: a rule either says nothing, or what it says holds.
 MIXING = [
+    case("Tile", tokens("B S 4"), fixed([2, 1, 1], "i")),
+    case("Tile", tokens("B S 4"), fixed([1, 2, 1], "i")),
+    case("Tile", tokens("B S 4"), plain("3", "i", high=3)),
+    case("GatherND", tokens("B S 4"), plain("2 1", "i", high=2)),
+    case("GatherND", tokens("B S 4"), plain("B 1", "i", high=3), batch_dims=1),
+    case("GatherND", plain("B 4 3"), tokens("B S 1", "i"), batch_dims=1),
+    case("GatherND", weight(4, 4), tokens("B 2 S", "i"), is_static=True),
+    case("GatherND", tokens("B S 4"), tokens("B S 1", "i"), batch_dims=2),
     case("Conv", tokens("B 4 S"), weight(3, 4, 3), pads=[1, 1]),
     case("Conv", tokens("B 4 S"), weight(3, 4, 1), strides=[2]),
     case("Conv", tokens("B 4 S"), weight(3, 4, 1), pads=[1, 0]),

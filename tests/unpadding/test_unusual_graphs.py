@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs in which something beside the usual layers reads, mixes or names tokens."""
+"""Graphs in which something beside the usual layers reads, mixes or names tokens.
+
+More than 500 lines: a graph for each way to do so.
+"""
 
 from __future__ import annotations
 
@@ -263,8 +266,41 @@ def _read_by_loop(g: Text, x: str) -> str:
     return g.norm(str(g.add("Loop", g.constant(3), "", x, body=body)))
 
 
-SAFE: list[Between] = [_flat, _flat_by_its_own_shape, _position_first, _mask_multiplies, _short_convolution, _number_of_tokens, _sum_of_hidden_halves, _type_of_tokens, _type_of_tokens_read_outside, _first_token_to_all, _mean_to_all, _zeros_at_other_places, _padding_without_ones]  # fmt: skip
-MIXING: list[Between] = [_other_order, _other_order_and_transpose, _other_order_at_once, _other_order_that_is_read, _flat_rows_that_are_read, _mean_over_texts, _softmax_over_positions, _sum_so_far, _shifted, _convolution, _turned_texts, _maximum_of_everything, _products_of_tokens, _number_of_elements, _dropout_mask, _means_of_norm, _read_by_if, _read_by_loop]  # fmt: skip
+SAFE: list[Between] = [
+    _flat,
+    _flat_by_its_own_shape,
+    _position_first,
+    _mask_multiplies,
+    _short_convolution,
+    _number_of_tokens,
+    _sum_of_hidden_halves,
+    _type_of_tokens,
+    _type_of_tokens_read_outside,
+    _first_token_to_all,
+    _mean_to_all,
+    _zeros_at_other_places,
+    _padding_without_ones,
+]
+MIXING: list[Between] = [
+    _other_order,
+    _other_order_and_transpose,
+    _other_order_at_once,
+    _other_order_that_is_read,
+    _flat_rows_that_are_read,
+    _mean_over_texts,
+    _softmax_over_positions,
+    _sum_so_far,
+    _shifted,
+    _convolution,
+    _turned_texts,
+    _maximum_of_everything,
+    _products_of_tokens,
+    _number_of_elements,
+    _dropout_mask,
+    _means_of_norm,
+    _read_by_if,
+    _read_by_loop,
+]
 
 
 @pytest.mark.parametrize("between", [*SAFE, *MIXING], ids=lambda f: f.__name__.strip("_"))
@@ -274,7 +310,12 @@ def test_between_two_layers(between: Between) -> None:
     check_same(model, result)
 
 
-@pytest.mark.parametrize("between", [*SAFE, *MIXING], ids=lambda f: f.__name__.strip("_"))
+SQUARE = [
+    f for f in (*SAFE, *MIXING) if any(word in f.__name__ for word in ("order", "flat", "first", "places", "products"))
+]
+
+
+@pytest.mark.parametrize("between", SQUARE, ids=lambda f: f.__name__.strip("_"))
 def test_between_two_layers_of_a_square_batch(between: Between) -> None:
     """Both sizes are one number, so that they tell nothing apart."""
     model = with_node_between(between, batch=5, length=5)
@@ -282,7 +323,17 @@ def test_between_two_layers_of_a_square_batch(between: Between) -> None:
     check_same(model, result, {k: m for k, m in masks(5, 5).items() if m.shape == (5, 5)})
 
 
-@pytest.mark.parametrize("between", [_flat, _position_first, _mask_multiplies, _short_convolution, _sum_of_hidden_halves], ids=lambda f: f.__name__.strip("_"))  # fmt: skip
+@pytest.mark.parametrize(
+    "between",
+    [
+        _flat,
+        _position_first,
+        _mask_multiplies,
+        _short_convolution,
+        _sum_of_hidden_halves,
+    ],
+    ids=lambda f: f.__name__.strip("_"),
+)
 def test_what_computes_each_token_by_itself_divides_nothing(between: Between) -> None:
     result, _ = unpadded(with_node_between(between))
     check_unpadded(result, 2)
@@ -397,7 +448,9 @@ def test_two_masks(order: str, is_same: bool) -> None:
 @pytest.mark.parametrize("order", ["one after the other", "side by side"])
 def test_two_masks_with_an_output_of_tokens(order: str) -> None:
     model = two_masks(order)
-    model.graph.output.append(helper.make_tensor_value_info(next(n.input[0] for n in model.graph.node if n.op_type == "Gather" and n.output[0] == next(m.input[0] for m in model.graph.node if m.output[0] == "first")), FLOAT, None))  # fmt: skip
+    written = {n.output[0]: n for n in model.graph.node}
+    hidden = written[written["first"].input[0]].input[0]
+    model.graph.output.append(helper.make_tensor_value_info(hidden, FLOAT, None))
     result, report = unpadded(model, "on")
     zero = tuple(n for r in rows_of(report) for n in r.zero_outputs)
     for label, mask in masks().items():
@@ -568,7 +621,15 @@ def test_shapes_of_tokens() -> None:
     x = g.layers(g.start())
     h = g.heads(x)
     flat = g.add("Reshape", x, g.constant([-1, WIDTH]))
-    found = [g.add("Shape", x), g.add("Shape", x, start=-2), g.add("Shape", h, start=1, end=-1), g.add("Shape", flat), g.add("Shape", h, start=2), g.add("Shape", x, start=5), g.add("Shape", x, start=2, end=1)]  # fmt: skip
+    found = [
+        g.add("Shape", x),
+        g.add("Shape", x, start=-2),
+        g.add("Shape", h, start=1, end=-1),
+        g.add("Shape", flat),
+        g.add("Shape", h, start=2),
+        g.add("Shape", x, start=5),
+        g.add("Shape", x, start=2, end=1),
+    ]
     for i, shape in enumerate(found):
         g.output(shape, f"shape{i}", INT64, rank=1)
     model = g.end(x)

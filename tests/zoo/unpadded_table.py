@@ -60,7 +60,9 @@ def read_rows() -> dict[str, list[UnpaddedRow]]:
 
 def write_rows(rows: dict[str, list[UnpaddedRow]]) -> str:
     """The rows as the text of the results."""
-    lists = {n: [[r.batch, r.attentions, r.unpadded, r.keys_only, r.reason] for r in found] for n, found in rows.items()}
+    lists = {
+        n: [[r.batch, r.attentions, r.unpadded, r.keys_only, r.reason] for r in found] for n, found in rows.items()
+    }
     return strict_json.dumps_by_line(lists) + "\n"
 
 

@@ -147,8 +147,9 @@ class _Writer:
         self.as_source = _inputs_as(model.graph, region.source)
         self.padded: dict[str, str] = {}
         self.original = original
+        self.counting = ""
         self.cumulative = self.first_position = self.index = self.rows = self.positions = self.sequences = ""
-        self.batch = self.length = ""
+        self.batch = self.length = self.real = ""
 
     def rewrite(self) -> None:
         """Writes the indices of the real tokens, and what of the graph reads or gives unpadded tensors."""
@@ -174,9 +175,8 @@ class _Writer:
                         names[j] = inner
         self.unpadded[inner] = self.unpadded.pop(name)
         self.original[inner] = name
-        self._write_padded(inner)
+        self._write_padded(inner, are_zero=True)
         self.builder.nodes[-1].output[0] = name
-        self.padded[inner] = name
 
     # ---- which tokens there are ----
     def _find_tokens(self) -> None:
@@ -194,6 +194,7 @@ class _Writer:
         real = b.add("Cast", [tensor], to=TensorProto.BOOL)
         if mask.is_inverted:
             real = b.add("Not", [real])
+        self.real = real
         zero, one = b.constant(0), b.constant(1)
         number = b.add("Cast", [real], to=TensorProto.FLOAT)
         first = b.add("ArgMax", [number], axis=1, keepdims=1)
@@ -220,6 +221,14 @@ class _Writer:
         ends = b.add("Concat", [b.constant([0]), b.add("CumSum", [length, zero])], axis=0)
         self.cumulative = b.add("Cast", [ends], to=TensorProto.INT32)
         self.first_position = b.add("Cast", [b.add("Squeeze", [first, b.constant([1])])], to=TensorProto.INT32)
+
+    def _find_counting(self) -> str:
+        """[B, S]: the real tokens, and all rows of a sequence without one."""
+        b = self.builder
+        if not self.counting:
+            count = b.add("ReduceSum", [b.add("Cast", [self.real], to=TensorProto.INT64), b.constant([1])], keepdims=1)
+            self.counting = b.add("Or", [self.real, b.add("Equal", [count, b.constant(0)])])
+        return self.counting
 
     def _are_read_outside(self, inside: str) -> str:
         """Whether nodes read rows by indices that are not among those of ``inside`` [B, S]."""
@@ -331,7 +340,8 @@ class _Writer:
             self.original[self.padded[name]] = self.original.get(name, name)
         return self.padded[name]
 
-    def _write_padded(self, name: str) -> str:
+    def _write_padded(self, name: str, are_zero: bool = False) -> str:
+        """Writes a padded tensor; ``are_zero``: rows of padding that are among the tokens are 0, too."""
         b, axes, shape = self.builder, self.unpadded[name], self._shape(name)
         dtype = self.symbolic.dtype(self.original.get(name, name))
         zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(dtype))
@@ -344,7 +354,20 @@ class _Writer:
             index = self.index
         zeros = b.add("ConstantOfShape", [self._sizes([shape[a] for a in perm], axes.merged)], value=fill)
         tokens = self._transposed(name, perm)
+        if are_zero:
+            tokens, index = self._without_padding(tokens, index, axes.merged)
         return self._transposed(b.add("ScatterND", [zeros, index, tokens]), _inverse(perm))
+
+    def _without_padding(self, tokens: str, index: str, is_merged: bool) -> tuple[str, str]:
+        """Tokens, in front of the other axes of a tensor, and their indices, without those that are padding.
+
+        Chosen by Gather: ONNX Runtime has no Where for many types.
+        """
+        b, counting = self.builder, self._find_counting()
+        real = b.add("Gather", [b.add("Reshape", [counting, b.constant([-1])]), self.rows])
+        chosen = b.add("Gather", [b.add("NonZero", [real]), b.constant(0)])
+        axis = 0 if is_merged else 1
+        return b.add("Gather", [tokens, chosen], axis=axis), b.add("Gather", [index, chosen], axis=axis)
 
     def _sizes(self, sizes: Sequence[Int], is_merged: bool = False) -> str:
         """A shape as a tensor."""

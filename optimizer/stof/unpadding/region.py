@@ -72,6 +72,7 @@ class UnpaddedRegion:
         tokens: the axes of the tokens, by tensor.
         reads: the positions that other nodes read.
         index_reads: the rows that other nodes read by indices.
+        zero: of the tensors that it writes, those that are 0 in all rows of padding anyway.
         sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
     """
 
@@ -84,6 +85,7 @@ class UnpaddedRegion:
     tokens: Mapping[str, TokenAxes]
     reads: tuple[PositionRead, ...] = ()
     index_reads: tuple[IndexRead, ...] = ()
+    zero: frozenset[str] = frozenset()
     sizes: Mapping[int, str] = field(default_factory=dict)
 
     def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:

@@ -174,6 +174,7 @@ class _Analysis:
             region,
             reads=tuple(r for r in self.reads if self.nodes[r.node].input[0] in unpadded),
             index_reads=tuple(r for r in self.index_reads if self.nodes[r.node].input[0] in unpadded),
+            zero=frozenset(self.zero & unpadded.keys()),
             sizes={i: name for i, name in self.sizes.items() if name in unpadded},
         )
         reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()

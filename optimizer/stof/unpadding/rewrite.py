@@ -155,7 +155,7 @@ def _zero_outputs_of(model: onnx.ModelProto | None, region: UnpaddedRegion) -> l
     if model is None:
         return []
     unpadded = region.unpadded(model.graph.node)
-    return [o.name for o in model.graph.output if o.name in unpadded]
+    return [o.name for o in model.graph.output if o.name in unpadded and o.name not in region.zero]
 
 
 UNPADDING = UnpadRewrite()

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import onnx
 
 from stof.graph.index import is_standard
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
+from stof.unpadding.product_rules import convolve, gemm, matmul, quantize, scaled, weight, weight_matrix
+from stof.unpadding.rule_parts import Rule, along, is_same_before, rank_of
 from stof.unpadding.token_axes import Context, RowWise, TokenAxes
 
-Rule = Callable[[Context], RowWise | None]
 _ONE = integer(1)
 _POSITION = {"BHSD": 2, "BSHD": 1, "BSN": 1}
 
@@ -112,40 +113,17 @@ def _cast_like(context: Context) -> RowWise | None:
     return None if row_wise is None else RowWise(row_wise.outputs, row_wise.inputs, None, frozenset({1}))
 
 
-def _rank(context: Context, i: int = 0) -> int | None:
-    shape = context.shape(i)
-    return None if shape is None else len(shape)
-
-
-def _along(context: Context, first: int | None, outputs: int = 1) -> RowWise | None:
-    """Over axis ``first`` and all behind it, which must hold no tokens; further inputs are the same for all tokens."""
-    own, rank = context.axes_of(0), _rank(context)
-    if own is None or rank is None or first is None or any(a >= first % rank for a in own.axes):
-        return None
-    if any(context.axes_of(i) is not None for i in range(1, len(context.node.input))):
-        return None
-    return RowWise((own, *(None for _ in range(outputs - 1))), {0: own})
-
-
 def _normalize(context: Context) -> RowWise | None:
-    first, rank = context.number("axis", -1), _rank(context)
-    if rank is None or not all(_is_same_before(context, i, rank - first % rank) for i in (1, 2)):
+    first, rank = context.number("axis", -1), rank_of(context)
+    if rank is None or not all(is_same_before(context, i, rank - first % rank) for i in (1, 2)):
         return None
-    return _along(context, first)
-
-
-def _is_same_before(context: Context, i: int, behind: int) -> bool:
-    """Whether an input is absent, or has a size other than 1 in its last ``behind`` axes alone."""
-    shape = context.shape(i)
-    if shape is None:
-        return not context.has(i)
-    return all(n == _ONE for n in shape[: max(0, len(shape) - behind)])
+    return along(context, first)
 
 
 def _softmax(context: Context) -> RowWise | None:
-    axis, rank, own = context.number("axis", -1 if context.opset >= 13 else 1), _rank(context), context.axes_of(0)
+    axis, rank, own = context.number("axis", -1 if context.opset >= 13 else 1), rank_of(context), context.axes_of(0)
     if context.opset < 13:
-        return _along(context, axis)
+        return along(context, axis)
     if rank is None or own is None or axis % rank in own.axes:
         return None
     return RowWise((own,), {0: own})
@@ -157,14 +135,14 @@ def _skip_norm(context: Context) -> RowWise | None:
     if row_wise is None or any(context.axes_of(i) is not None for i in range(2, len(context.node.input))):
         return None
     axes = row_wise.outputs[0]
-    rank = _rank(context)
+    rank = rank_of(context)
     if axes is None or rank is None or rank - 1 in axes.axes or any(context.node.output[1:3]):
         return None
     return RowWise((axes, None, None, axes)[: len(context.node.output)], row_wise.inputs)
 
 
 def _reduce(context: Context) -> RowWise | None:
-    own, rank = context.axes_of(0), _rank(context)
+    own, rank = context.axes_of(0), rank_of(context)
     axes = context.numbers("axes", 1)
     if own is None or rank is None or not axes:
         return None
@@ -184,13 +162,13 @@ def _moved(own: TokenAxes, places: dict[int, int]) -> RowWise | None:
 
 def _gather(context: Context) -> RowWise | None:
     """Rows of a table by tokens, or parts of each token."""
-    data, indices, rank = context.axes_of(0), context.axes_of(1), _rank(context)
+    data, indices, rank = context.axes_of(0), context.axes_of(1), rank_of(context)
     if rank is None or (data is None) == (indices is None):
         return None
     axis = context.number("axis", 0) % rank
     if indices is not None:
         return RowWise((indices.shifted(axis),), {1: indices})
-    index_rank = _rank(context, 1)
+    index_rank = rank_of(context, 1)
     if data is None or index_rank is None or axis in data.axes:
         return None
     places = {a: a if a < axis else a + index_rank - 1 for a in range(rank) if a != axis}
@@ -199,7 +177,7 @@ def _gather(context: Context) -> RowWise | None:
 
 def _gather_parts(context: Context) -> RowWise | None:
     """GatherND of parts of each token, by constant indices of the leading axes."""
-    own, rank, indices = context.axes_of(0), _rank(context), context.shape(1)
+    own, rank, indices = context.axes_of(0), rank_of(context), context.shape(1)
     if own is None or rank is None or not indices or context.axes_of(1) is not None or context.number("batch_dims", 0):
         return None
     count = indices[-1].constant
@@ -216,7 +194,7 @@ def _tile(context: Context) -> RowWise | None:
 
 
 def _transpose(context: Context) -> RowWise | None:
-    own, rank = context.axes_of(0), _rank(context)
+    own, rank = context.axes_of(0), rank_of(context)
     if own is None or rank is None:
         return None
     found = context.attribute("perm")
@@ -235,7 +213,7 @@ def _unsqueeze(context: Context) -> RowWise | None:
 
 
 def _squeeze(context: Context) -> RowWise | None:
-    own, rank = context.axes_of(0), _rank(context)
+    own, rank = context.axes_of(0), rank_of(context)
     axes = context.numbers("axes", 1)
     if own is None or rank is None or not axes:
         return None
@@ -297,7 +275,7 @@ def _find_reshaped(own: TokenAxes, before: Shape, after: Shape) -> TokenAxes | N
 
 
 def _flatten(context: Context) -> RowWise | None:
-    own, rank = context.axes_of(0), _rank(context)
+    own, rank = context.axes_of(0), rank_of(context)
     if own is None or rank is None or not own.is_whole or own.merged:
         return None
     axis = context.number("axis", 1)
@@ -316,7 +294,7 @@ def _expand(context: Context) -> RowWise | None:
 
 
 def _slice(context: Context) -> RowWise | None:
-    own, rank = context.axes_of(0), _rank(context)
+    own, rank = context.axes_of(0), rank_of(context)
     if own is None or rank is None:
         return None
     found = context.attribute("axes")
@@ -328,7 +306,7 @@ def _slice(context: Context) -> RowWise | None:
 
 
 def _split(context: Context) -> RowWise | None:
-    own, rank = context.axes_of(0), _rank(context)
+    own, rank = context.axes_of(0), rank_of(context)
     if own is None or rank is None or context.number("axis", 0) % rank in own.axes:
         return None
     return RowWise((own,) * len(context.node.output), {0: own})
@@ -339,98 +317,15 @@ def _concat(context: Context) -> RowWise | None:
     known = {a for i in range(len(shapes)) if (a := context.axes_of(i)) is not None}
     if any(s is None for s in shapes) or len(known) != 1:
         return None
-    axes, rank = known.pop(), _rank(context)
+    axes, rank = known.pop(), rank_of(context)
     if rank is None or context.number("axis", 0) % rank in axes.axes:
         return None
     return RowWise((axes,), dict.fromkeys(range(len(shapes)), axes))
 
 
-def _matmul(context: Context) -> RowWise | None:
-    """Tokens times a weight, or a weight times tokens whose positions are the columns."""
-    left, right, result = context.axes_of(0), context.axes_of(1), context.output_shape()
-    shapes = context.shape(0), context.shape(1)
-    if result is None or shapes[0] is None or shapes[1] is None or (left is None) == (right is None):
-        return None
-    if any(context.axes_of(i) is not None for i in range(2, len(context.node.input))):
-        return None
-    if not _is_same_before(context, 2, 0):  # the zero point of MatMulInteger's first input: of each row
-        return None
-    tokens = 0 if left is not None else 1
-    own, other, mine = left or right, shapes[1 - tokens], shapes[tokens]
-    assert own is not None
-    assert other is not None
-    assert mine is not None
-    if len(mine) < 2 or len(other) < 2:
-        return None
-    axes = own.shifted(len(result) - len(mine))
-    inner = len(result) - 1 if tokens == 0 else len(result) - 2
-    before = len(result) - len(other)
-    outer = [a for a in axes.axes if a < len(result) - 2]
-    if inner in axes.axes or any(a >= before and other[a - before] != _ONE for a in outer):
-        return None
-    return RowWise((axes,), {tokens: own})
-
-
-def _convolve(context: Context) -> RowWise | None:
-    """A convolution with a kernel of one position."""
-    own, weight = context.axes_of(0), context.shape(1)
-    if own is None or own.batch != 0 or own.position in (None, 1) or weight is None:
-        return None
-    if any(n != _ONE for n in weight[2:]) or any(context.axes_of(i) is not None for i in (1, 2)):
-        return None
-    for name in ("strides", "pads"):
-        found = context.attribute(name)
-        if found is not None and any(n != (1 if name == "strides" else 0) for n in found.ints):
-            return None
-    return RowWise((own,), {0: own})
-
-
-def _gemm(context: Context) -> RowWise | None:
-    own = context.axes_of(0)
-    if own is None or own.axes != {0} or context.number("transA", 0):
-        return None
-    if any(context.axes_of(i) is not None for i in (1, 2)):
-        return None
-    bias = context.shape(2)
-    if context.has(2) and (bias is None or (len(bias) == 2 and bias[0] != _ONE)):
-        return None
-    return RowWise((own,), {0: own})
-
-
-def _weight(context: Context) -> RowWise | None:
-    """Tokens times a weight in a form of its own: all inputs but the first are the same for all tokens."""
-    rank = _rank(context)
-    return None if rank is None else _along(context, rank - 1)
-
-
-def _weight_matrix(at: int, scales: tuple[int, ...] = ()) -> Rule:
-    """Tokens times the matrix that input ``at`` is; ``scales`` are inputs that may hold a number for each row of tokens."""
-
-    def rule(context: Context) -> RowWise | None:
-        is_same = _is_same_before(context, at, 2) and all(_is_same_before(context, i, 0) for i in scales)
-        return _weight(context) if is_same else None
-
-    return rule
-
-
-def _scaled(context: Context) -> RowWise | None:
-    """Scale and zero point are numbers, or have one for each place along an axis without tokens."""
-    own, rank, scale = context.axes_of(0), _rank(context), context.shape(1)
-    if own is None or rank is None or scale is None or any(context.axes_of(i) is not None for i in (1, 2)):
-        return None
-    is_same = all(n == _ONE for n in scale) or (len(scale) == 1 and context.number("axis", 1) % rank not in own.axes)
-    return RowWise((own,), {0: own}) if is_same and not context.number("block_size", 0) else None
-
-
-def _quantize(context: Context) -> RowWise | None:
-    """Scales are from all rows together: from those of real tokens alone where padding is left out."""
-    own = context.axes_of(0)
-    return None if own is None else RowWise((own, None, None), {0: own})
-
-
 def _rotary(context: Context) -> RowWise | None:
     """com.microsoft's RotaryEmbedding with a position for each token."""
-    own, positions, rank = context.axes_of(0), context.axes_of(1), _rank(context)
+    own, positions, rank = context.axes_of(0), context.axes_of(1), rank_of(context)
     shape = context.shape(1)
     if own is None or rank is None or shape is None or len(shape) != 2 or own.merged:
         return None
@@ -485,20 +380,20 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "Slice"): _slice,
     ("", "Split"): _split,
     ("", "Concat"): _concat,
-    ("", "MatMul"): _matmul,
-    ("", "MatMulInteger"): _matmul,
-    ("", "Gemm"): _gemm,
-    ("", "Conv"): _convolve,
-    ("", "DynamicQuantizeLinear"): _quantize,
-    ("", "QuantizeLinear"): _scaled,
-    ("", "DequantizeLinear"): _scaled,
-    ("", "QLinearMatMul"): _weight_matrix(3, (1, 2, 6, 7)),
+    ("", "MatMul"): matmul,
+    ("", "MatMulInteger"): matmul,
+    ("", "Gemm"): gemm,
+    ("", "Conv"): convolve,
+    ("", "DynamicQuantizeLinear"): quantize,
+    ("", "QuantizeLinear"): scaled,
+    ("", "DequantizeLinear"): scaled,
+    ("", "QLinearMatMul"): weight_matrix(3, (1, 2, 6, 7)),
     **dict.fromkeys(((_MICROSOFT, op) for op in ("BiasGelu", "FastGelu", "Gelu", "QuickGelu")), _broadcast),
-    (_MICROSOFT, "DynamicQuantizeMatMul"): _weight_matrix(1),
-    (_MICROSOFT, "MatMulIntegerToFloat"): _weight_matrix(1, (2, 4)),
-    (_MICROSOFT, "MatMulNBits"): _weight,
-    (_MICROSOFT, "MatMulBnb4"): _weight,
-    (_MICROSOFT, "FusedGemm"): _gemm,
+    (_MICROSOFT, "DynamicQuantizeMatMul"): weight_matrix(1),
+    (_MICROSOFT, "MatMulIntegerToFloat"): weight_matrix(1, (2, 4)),
+    (_MICROSOFT, "MatMulNBits"): weight,
+    (_MICROSOFT, "MatMulBnb4"): weight,
+    (_MICROSOFT, "FusedGemm"): gemm,
     (_MICROSOFT, "SkipLayerNormalization"): _skip_norm,
     (_MICROSOFT, "SkipSimplifiedLayerNormalization"): _skip_norm,
     (_MICROSOFT, "SimplifiedLayerNormalization"): _normalize,

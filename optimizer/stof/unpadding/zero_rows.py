@@ -17,9 +17,9 @@ from stof.unpadding.token_axes import TokenAxes
 
 
 def find_missing(model: onnx.ModelProto, region: UnpaddedRegion) -> str:
-    """A tensor by which the rows of padding are found, and which a model does not have; empty where it has all."""
+    """The mask of a region, where a model has no such tensor; else empty."""
     names = {v.name for v in model.graph.input} | {n for node in model.graph.node for n in node.output}
-    return next((n for n in (region.mask.tensor, *(r.indices for r in region.index_reads)) if n not in names), "")
+    return "" if region.mask.tensor in names else region.mask.tensor
 
 
 def with_zero_rows(
@@ -28,10 +28,7 @@ def with_zero_rows(
     symbolic: Symbolic | None,
     regions: Sequence[UnpaddedRegion],
 ) -> onnx.ModelProto:
-    """A copy of the original in which outputs have zeros before the first real token of a sequence and behind its last one.
-
-    Rows of a sequence without a real token stay, and those of one of which a node reads another position. The rows are found by
-    sums along the mask, not as the rewrite finds them.
+    """A copy of the original in which outputs have zeros as rows of padding. Those of a sequence without a real token stay.
 
     Args:
         model: the original.
@@ -44,13 +41,15 @@ def with_zero_rows(
     written = copy_model(model)
     for number, region in enumerate(regions):
         tensors = region.unpadded(unpadded.graph.node)
-        axes = {o.name: tensors[o.name] for o in written.graph.output if o.name in tensors}
+        axes = {
+            o.name: tensors[o.name] for o in written.graph.output if o.name in tensors and o.name not in region.zero
+        }
         builder = Builder(opset_of(model), f"stof_zero{number}_")
         inside = _find_rows(builder, region)
         for name, own in axes.items():
             shape = symbolic.shape(name)
             assert shape is not None
-            _mask_output(written.graph, builder, name, own, len(shape), inside)
+            _mask_output(written.graph, builder, (name, symbolic.dtype(name), len(shape)), own, inside)
         written.graph.node.extend(builder.nodes)
     return written
 
@@ -62,30 +61,24 @@ def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
     real = b.add("Cast", [rows], to=TensorProto.BOOL)
     if region.mask.is_inverted:
         real = b.add("Not", [real])
-    count = b.add("Cast", [real], to=TensorProto.INT64)
-    axis, zero = b.constant(1), b.constant(0)
-    begun = b.add("Greater", [b.add("CumSum", [count, axis]), zero])
-    not_over = b.add("Greater", [b.add("CumSum", [count, axis], reverse=1), zero])
-    inside = b.add("And", [begun, not_over])
-    total = b.add("ReduceSum", [count, b.constant([1])], keepdims=1)
-    inside = b.add("Or", [inside, b.add("Equal", [total, zero])])
-    positions = sorted({r.position for r in region.reads})
-    missing = [b.add("Not", [b.add("Gather", [inside, b.constant([p])], axis=1)]) for p in positions]
-    for condition in missing:
-        inside = b.add("Or", [inside, condition])
-    for indices, kind in dict.fromkeys((r.indices, r.kind) for r in region.index_reads):
-        if kind == "rows":
-            rows = b.add("Gather", [b.add("Reshape", [inside, b.constant([-1])]), indices])
-        else:
-            rows = b.add("GatherND", [inside, indices], batch_dims=int(kind == "positions"))
-        kept = b.add("Cast", [rows], to=TensorProto.INT64)
-        missed = b.add("ReduceSum", [b.add("Sub", [b.constant(1), kept])], keepdims=0)
-        inside = b.add("Or", [inside, b.add("Greater", [missed, zero])])
-    return inside
+    any_real = b.add("ReduceSum", [b.add("Cast", [real], to=TensorProto.INT64), b.constant([1])], keepdims=1)
+    return b.add("Or", [real, b.add("Less", [any_real, b.constant(1)])])
 
 
-def _mask_output(graph: onnx.GraphProto, b: Builder, name: str, axes: TokenAxes, rank: int, inside: str) -> None:
-    """Puts a Where behind what writes an output."""
+# Types that ONNX Runtime's Where takes on the CPU; others are cast to one that holds all their numbers.
+_CHOSEN = frozenset({TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64})
+_WIDER: dict[int, int] = {
+    TensorProto.FLOAT16: TensorProto.FLOAT,
+    TensorProto.BFLOAT16: TensorProto.FLOAT,
+    TensorProto.DOUBLE: TensorProto.DOUBLE,
+}
+
+
+def _mask_output(
+    graph: onnx.GraphProto, b: Builder, output: tuple[str, int, int], axes: TokenAxes, inside: str
+) -> None:
+    """Puts a Where behind what writes an output, of which name, type and rank are given."""
+    name, dtype, rank = output
     inner = f"{b.prefix}{name}"
     for node in graph.node:
         for names in (node.input, node.output):
@@ -99,5 +92,7 @@ def _mask_output(graph: onnx.GraphProto, b: Builder, name: str, axes: TokenAxes,
         rows = inside
         rest = [a for a in range(rank) if a not in axes.axes]
     condition = b.unsqueeze(rows, rest) if rest else rows
-    zero = b.add("CastLike", [b.constant(0), inner]) if b.opset >= 15 else b.add("Sub", [inner, inner])
-    b.nodes.append(helper.make_node("Where", [condition, inner, zero], [name], name=f"{b.prefix}{name}_rows"))
+    wide = dtype if dtype in _CHOSEN else _WIDER.get(dtype, TensorProto.INT64)
+    rows = b.add("Cast", [inner], to=wide)
+    rows = b.add("Where", [condition, rows, b.add("Cast", [b.constant(0)], to=wide)])
+    b.nodes.append(helper.make_node("Cast", [rows], [name], name=f"{b.prefix}{name}_rows", to=dtype))

@@ -13,6 +13,7 @@
 #include "plugins/core/contract/chain.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/contract/op.h"
+#include "plugins/core/contract/packed_sequences.h"
 #include "plugins/core/contract/paged_attention.h"
 #include "plugins/core/contract/sparse_mlp.h"
 #include "plugins/core/mask/attention_mask.h"
@@ -52,6 +53,7 @@ struct CudaBackend {
   AttentionBackend attention;
   CachedAttentionBackend cached_attention;
   PagedAttentionBackend paged_attention;
+  PackedSequencesBackend packed_sequences;
   ChainBackend chain;
   GemmBackend gemm;
   SparseMlpBackend sparse_mlp;

@@ -104,6 +104,10 @@ struct DimRule {
   int by_axis = 0;
 };
 
+// What runs a node, as `stof-optimize --target` names it.
+enum class Target : int32_t { kCpu, kCuda, kTensorRt };
+constexpr const char* kTargetNames[] = {"cpu", "cuda", "tensorrt"};
+
 // An operator with its attributes parsed. Run is called from several threads at once.
 class Op {
  public:
@@ -130,6 +134,11 @@ class Op {
   // Whether input `index` may be of type dtype beside typed inputs of type `typed`. The default: of that type alone.
   virtual bool IsTypeAllowed(int index, DType dtype, DType typed) const {
     return index >= 0 && index < InputCount() && dtype == typed;
+  }
+  // Why a target does not take the operator with these attributes.
+  virtual Status CheckTarget(Target target) const {
+    (void)target;
+    return Status();
   }
   // Plans a run on a device with these types and shapes (no data), or says why no kernel takes them. Works in builds
   // without kernels and on machines without a device, too. The default checks types and shapes, for one kernel without
@@ -160,10 +169,6 @@ struct AttributeDescription {
   const char* name;
   AttributeType type;
 };
-
-// What runs a node, as `stof-optimize --target` names it.
-enum class Target : int32_t { kCpu, kCuda, kTensorRt };
-constexpr const char* kTargetNames[] = {"cpu", "cuda", "tensorrt"};
 
 // A number that limits what an operator takes.
 struct OpLimit {

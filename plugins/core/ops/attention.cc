@@ -48,7 +48,8 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
     args.output.lse = static_cast<float*>(outputs[1].data);
     args.output.lse_stride_b = args.shape.H * args.shape.S, args.output.lse_stride_h = args.shape.S;
   }
-  if (!context.on_cuda) STOF_RETURN_IF_ERROR(problem.sequences.Read(attributes_, inputs, &args));
+  STOF_RETURN_IF_ERROR(context.on_cuda ? problem.copies.Bind(attributes_, inputs, &args)
+                                       : problem.sequences.Read(attributes_, inputs, &args));
   STOF_RETURN_IF_ERROR(Complete(inputs, context.on_cuda, &problem));
   if (expected.Elements() == 0) return Status();
   STOF_RETURN_IF_ERROR(CheckData(inputs, outputs[0], context.on_cuda));
@@ -60,20 +61,17 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   problem.Split();
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;
-  // Nothing masks a key: a row whose scores are all -inf gets the result of their softmax, NaN.
-  const bool masked = mask->parts.pad || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty();
+  // Nothing masks a key: a row whose scores are all -inf gets the result of their softmax, NaN. Packed keys without
+  // packed queries are a mask: their rows may have no key.
+  const SequenceRoles& packed = attributes_.sequences;
+  const bool masked = mask->parts.pad || !mask->parts.fixed.empty() || !mask->parts.dynamic.empty() ||
+                      (packed.given() && !packed.has_queries);
   if (!masked && args.scores.bias.data == nullptr && args.scores.relative_bias.table == nullptr &&
       args.scores.sink.data == nullptr) {
     args.mask.empty_rows = EmptyRows::kNan;
   }
-  if (context.on_cuda) {
-    const CudaBackend* backend = FindCudaBackend();
-    if (backend == nullptr) return Status::Error(kNoCudaKernels);
-    RunContext own = context;
-    if (own.keeper == nullptr) own.keeper = &keeper_;
-    return backend->attention.run(args, pad, *mask, sizes, given, own);
-  }
-  if (args.shape.T == 0) args.mask.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
+  if (context.on_cuda) return RunOnCuda(pad, context, &problem);
+  if (sizes.T == 0) args.mask.empty_rows = EmptyRows::kZero;  // an empty sum is 0, whatever fully masked rows give
   std::unique_ptr<BoundDynamicMask> dynamic;
   if (args.shape.T > 0 && !mask->parts.dynamic.empty()) {
     const MaskShift shift = problem.sequences.shift();
@@ -95,6 +93,13 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   if (IsSequenceRole(role)) return dtype == DType::kI32;
   const bool integer = dtype == DType::kI32 || dtype == DType::kI64;
   return integer || (IsTableName(role) && (dtype == DType::kBool || dtype == DType::kU8));
+}
+
+Status AttentionOp::CheckTarget(Target target) const {
+  if (target != Target::kTensorRt || !attributes_.sequences.given()) return Status();
+  return Status::Error("attribute operands names " +
+                       attributes_.operands[static_cast<size_t>(attributes_.sequences.cumulative)] +
+                       ", expected none of packed sequences on TensorRT: they are for ONNX Runtime");
 }
 
 NamedInputs AttentionOp::Named(const Tensor* inputs, int input_count) const {
@@ -130,9 +135,6 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   for (size_t i = 0; i < attributes_.operands.size(); ++i) {
     problem->given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
   }
-  if (on_cuda && attributes_.sequences.given()) {
-    return Status::Error("packed sequences are for the CPU: no CUDA kernel takes them");
-  }
   if (on_cuda && !mask_.is_fixed()) {
     return Status::Error("the tables of the mask are no constants, which the CUDA kernels need them to be");
   }
@@ -144,6 +146,20 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   }
   problem->args.scores.relative_bias.query_position = problem->sizes.P;
   return Status();
+}
+
+Status AttentionOp::RunOnCuda(const Tensor* pad, const RunContext& context, Problem* problem) const {
+  const CudaBackend* backend = FindCudaBackend();
+  if (backend == nullptr) return Status::Error(kNoCudaKernels);
+  RunContext own = context;
+  if (own.keeper == nullptr) own.keeper = &keeper_;
+  const PaddedCopies& copies = problem->copies;
+  if (copies.given()) {
+    STOF_RETURN_IF_ERROR(problem->copies.Allocate(context, &problem->args, &pad));
+    STOF_RETURN_IF_ERROR(copies.Unpack(backend->packed_sequences, context));
+  }
+  STOF_RETURN_IF_ERROR(backend->attention.run(problem->args, pad, *problem->mask, problem->sizes, problem->given, own));
+  return copies.given() ? copies.Pack(backend->packed_sequences, context) : Status();
 }
 
 bool AttentionOp::CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,

@@ -9,6 +9,7 @@
 
 #include "plugins/core/mask/columns/key_columns.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attention_padded_copies.h"
 #include "plugins/core/ops/attention_sequences.h"
 #include "plugins/core/ops/attention_shapes.h"
 #include "plugins/core/ops/named_inputs.h"
@@ -33,6 +34,7 @@ class AttentionOp final : public Op {
   int InputCount() const override { return kTypedInputs + static_cast<int>(attributes_.operands.size()); }
   int OutputCount() const override { return attributes_.lse ? 2 : 1; }
   bool IsTypeAllowed(int index, DType dtype, DType typed) const override;
+  Status CheckTarget(Target target) const override;
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override;
   Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const override;
   Status PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override;
@@ -41,14 +43,16 @@ class AttentionOp final : public Op {
   // One run's inputs, in terms of the kernels.
   struct Problem {
     AttentionArgs args;
-    HostSequences sequences;  // the CPU: packed ones
-    Tables given;             // operands by role
+    // Packed sequences: of the CPU, and of a device.
+    HostSequences sequences;
+    PaddedCopies copies;
+    Tables given;  // operands by role
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
 
     // By residue class, where the mask is dilated.
     bool Split() {
-      if (sequences.given() || !SplitByResidue(*mask, &args, &sizes)) return false;
+      if (sequences.given() || copies.given() || !SplitByResidue(*mask, &args, &sizes)) return false;
       mask = mask->of_residue;
       return true;
     }
@@ -80,6 +84,7 @@ class AttentionOp final : public Op {
   // which lists its tiles at the same cost.
   static bool CanGatherColumns(const AttentionMask& mask, const AttentionArgs& args,
                                std::shared_ptr<const ColumnSource::Gathered>* gathered);
+  Status RunOnCuda(const Tensor* pad, const RunContext& context, Problem* problem) const;
   static Status RunOnCpu(const AttentionMask& mask, const ExprSizes& sizes, const PreparedMask& prepared,
                          const MaskShift& shift, const RunContext& context, const AttentionArgs& unmasked);
 

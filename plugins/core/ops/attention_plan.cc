@@ -31,6 +31,10 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   Problem problem;
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindForDevice(inputs, input_count, &problem, &pad));
+  size_t copies = 0;
+  if (problem.copies.given()) {
+    STOF_RETURN_IF_ERROR(PlanPaddedCopies(&problem.copies, &problem.args, &pad, &copies));
+  }
   const MaskExpr& fixed = problem.mask->parts.fixed;
   if (!fixed.empty()) {
     std::vector<ExprBinding> none(fixed.operands().size());
@@ -38,9 +42,11 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   }
   STOF_RETURN_IF_ERROR(
       PlanCudaAttention(problem.args, pad != nullptr, *problem.mask, problem.sizes, problem.given, &plan->workspace));
+  plan->workspace += copies;
   // Runs of other lengths may be split by residue.
   const int64_t m = problem.mask->modulus;
-  if (problem.args.shape.S / m >= kMinResidueLength && problem.args.shape.T / m >= kMinResidueLength && m > 1) {
+  if (!problem.copies.given() && problem.args.shape.S / m >= kMinResidueLength &&
+      problem.args.shape.T / m >= kMinResidueLength && m > 1) {
     AttentionArgs parts = problem.args;
     AttentionShape& shape = parts.shape;
     shape.B *= m, shape.S = CeilDiv(shape.S, m), shape.T = CeilDiv(shape.T, m);
@@ -68,6 +74,7 @@ Status AttentionOp::PrepareNode(const Tensor* inputs, int input_count, bool on_c
   if (AllKnown(given)) {
     return on_cuda ? PrepareDeviceFor(given, 0, true, true) : PrepareHost(inputs, input_count, threads);
   }
+  if (attributes_.sequences.given()) return Status();  // usual sizes say little of lengths
   for (const int64_t length : {kUsualLength, int64_t{1}}) {
     std::vector<Tensor> sized = given;
     if (!on_cuda || !FillUnknownSizes(length, &sized)) return Status();
@@ -78,6 +85,7 @@ Status AttentionOp::PrepareNode(const Tensor* inputs, int input_count, bool on_c
 
 Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem* problem, const Tensor** pad) const {
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, inputs, input_count, &problem->args));
+  STOF_RETURN_IF_ERROR(problem->copies.Bind(attributes_, inputs, &problem->args));
   STOF_RETURN_IF_ERROR(Complete(inputs, true, problem));
   RunContext context;
   context.on_cuda = true;
@@ -154,6 +162,8 @@ Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, boo
     return Status();  // nothing is computed
   if (args.shape.B * args.shape.H > kMostPreparedTables) return Status();
   args.output.data = reinterpret_cast<void*>(kSomewhere);
+  size_t copies = 0;
+  if (problem.copies.given()) STOF_RETURN_IF_ERROR(PlanPaddedCopies(&problem.copies, &args, &pad, &copies));
   if (known && !attributes_.lse) problem.Split();
   RunContext context;
   context.on_cuda = true;

@@ -53,6 +53,8 @@ void UsePages(Pointees* to, AttentionArgs* args) {
   args->kv.key_ends = to->counts;
 }
 
+void PackSequences(Pointees* to, AttentionArgs* args) { args->sequences.starts = args->kv.key_ends = to->counts; }
+
 struct IllegalCase {
   const char* name;
   void (*kind)(Pointees*, AttentionArgs*);  // legal; nullptr: Plain()
@@ -130,6 +132,30 @@ std::vector<IllegalCase> IllegalCases() {
        "batch strides of key and value are 0"},
       {"quantized pages", UsePages, Quantize, "in pages are not quantized"},
       {"columns of pages", UsePages, GatherColumns, "no columns are gathered"},
+      {"packed queries alone", nullptr, [](Pointees*, AttentionArgs* a) { a->sequences.has_queries = true; },
+       "expected none without packed sequences"},
+      {"first positions alone", nullptr,
+       [](Pointees* to, AttentionArgs* a) { a->sequences.first_positions = to->counts; },
+       "expected none without packed sequences"},
+      {"packed sequences without lengths", PackSequences, [](Pointees*, AttentionArgs* a) { a->kv.key_ends = nullptr; },
+       "need the number of keys of each sequence"},
+      {"packed sequences in pages", PackSequences, UsePages, "go with no pages"},
+      {"packed sequences and gathered columns", PackSequences, GatherColumns, "go with no pages"},
+      {"packed sequences and a window", PackSequences, UseWindow, "go with no pages"},
+      {"lse of packed sequences", PackSequences, [](Pointees* to, AttentionArgs* a) { a->output.lse = &to->number; },
+       "have no log-sum-exp"},
+      {"packed sequences longer than the blocks", PackSequences,
+       [](Pointees* to, AttentionArgs* a) {
+         UseBlocks(to, a);
+         a->shape.T = 1025;
+       },
+       "built for other sizes"},
+      {"packed keys and blocks of more queries", PackSequences,
+       [](Pointees* to, AttentionArgs* a) {
+         UseBlocks(to, a);
+         a->shape.S = 3;
+       },
+       "built for other sizes"},
   };
 }
 
@@ -159,6 +185,12 @@ TEST(AttentionArgsTakeLegalCombinations) {
         to->blocks.left = 3;
         a->mask.fixed = StaticMask::OfBlocks(&to->blocks, &to->elements);
       }},
+      {PackSequences, UseBlocks,
+       [](Pointees* to, AttentionArgs* a) {
+         a->sequences = {to->counts, true, to->counts};
+         a->shape.S = 3, a->shape.T = 1000;
+       }},
+      {PackSequences, [](Pointees* to, AttentionArgs* a) { a->mask.pad = &to->byte; }},
       {UsePages, [](Pointees* to, AttentionArgs* a) { a->mask.fixed = StaticMask::OfElements(&to->elements); }},
       {[](Pointees* to, AttentionArgs* a) {
         a->mask.pad = &to->byte, a->mask.dynamic = &to->elements, a->mask.empty_rows = EmptyRows::kMean;

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packed sequences on a device: copies between packed and padded rows around kernels that take padded batches.
+#ifndef STOF_PLUGINS_CORE_CONTRACT_PACKED_SEQUENCES_H_
+#define STOF_PLUGINS_CORE_CONTRACT_PACKED_SEQUENCES_H_
+
+#include <cstdint>
+
+#include "plugins/core/base/status.h"
+#include "plugins/core/base/types.h"
+
+namespace stof {
+
+struct RunContext;  // plugins/core/contract/op.h
+
+// B sequences whose rows lie one behind the other. Arrays are device addresses and may hold any numbers. Illegal ones
+// make the outputs of their sequences NaN.
+struct DeviceSequences {
+  const int32_t* starts = nullptr;           // [B + 1]: sequence b is rows starts[b] to starts[b + 1] - 1
+  const int32_t* first_positions = nullptr;  // [B]: the position of row 0 of each sequence; nullptr: 0 for all
+  int64_t B = 0;
+  int64_t rows = 0;       // of all sequences
+  int64_t positions = 0;  // of a padded sequence
+};
+
+// The heads of one tensor: packed [rows, heads, size] by strides in elements, padded [B, heads, positions, size].
+struct SequenceRows {
+  void* packed = nullptr;
+  void* padded = nullptr;
+  Strides packed_stride;  // b is not read
+  int64_t heads = 0, size = 0;
+  DType dtype = DType::kF32;
+};
+
+// What says of padded keys whether they exist.
+struct KeyExistence {
+  uint8_t* pad = nullptr;  // [B, positions]: 1 where the key exists and `given` is not 0, and in illegal sequences
+  Tensor given;            // [B or 1, positions], a key padding mask; kUndefined: none
+  // [B, positions]: 0 where the key exists, or where the sequence has no key; else -inf. nullptr: not asked for.
+  float* bias = nullptr;
+};
+
+struct PackedSequencesBackend {
+  // Fills padded rows: with zeros where no row exists, and with NaN in illegal sequences.
+  Status (*unpack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
+  // Fills packed rows; those that belong to no legal sequence become NaN.
+  Status (*pack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
+  Status (*mark)(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext& context) = nullptr;
+};
+
+}  // namespace stof
+#endif  // STOF_PLUGINS_CORE_CONTRACT_PACKED_SEQUENCES_H_

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugins/core/ops/attention_padded_copies.h"
+
+#include <algorithm>
+
+#include "plugins/core/base/integers.h"
+#include "plugins/core/ops/attention_sequences.h"
+
+namespace stof {
+namespace {
+
+// Elements of a block of so many sizes, which operands give.
+Status CountBytes(std::initializer_list<int64_t> sizes, size_t* bytes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) {
+    if (__builtin_mul_overflow(product, size, &product)) return Status::Error("padded copies of more than 2^63 bytes");
+  }
+  *bytes = static_cast<size_t>(product);
+  return Status();
+}
+
+// A placeholder address where nothing is read: aligned as device memory is.
+constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
+
+void* CountBlock(void* self, size_t bytes) {
+  *static_cast<size_t*>(self) += static_cast<size_t>(RoundUp(static_cast<int64_t>(bytes), 64));
+  return reinterpret_cast<void*>(kSomewhere);
+}
+
+}  // namespace
+
+Status PaddedCopies::Bind(const AttentionAttributes& attributes, const Tensor* inputs, AttentionArgs* args) {
+  const SequenceRoles& roles = attributes.sequences;
+  if (!roles.given()) return Status();
+  const std::string& name = attributes.operands[static_cast<size_t>(roles.cumulative)];
+  if (args->mask.empty_rows == EmptyRows::kMean) {
+    return Status::Error("attribute empty_rows is 'mean', expected zero, nan or all beside " + name + " on CUDA");
+  }
+  const auto& operands = attributes.operands;
+  if (args->mask.empty_rows == EmptyRows::kAll &&
+      std::find(operands.begin(), operands.end(), "bias") != operands.end()) {
+    return Status::Error("attribute empty_rows is 'all', expected zero or nan beside bias and " + name + " on CUDA");
+  }
+  PaddedLength padded;
+  STOF_RETURN_IF_ERROR(FindPaddedLength(attributes, inputs, &padded));
+  if (padded.name.empty()) {
+    return Status::Error(
+        "no operand says how long a padded sequence is, expected pad, segment_k or a bias of all keys "
+        "beside " +
+        name + " on CUDA");
+  }
+  sequences_.starts = static_cast<const int32_t*>(inputs[kTypedInputs + roles.cumulative].data);
+  if (roles.first_position >= 0) {
+    sequences_.first_positions = static_cast<const int32_t*>(inputs[kTypedInputs + roles.first_position].data);
+  }
+  sequences_.B = args->shape.B, sequences_.rows = args->shape.T, sequences_.positions = padded.length;
+  is_bound_ = true, has_queries_ = roles.has_queries, dtype_ = args->shape.dtype;
+  args->shape.T = padded.length;
+  if (has_queries_) args->shape.S = padded.length;
+  return Status();
+}
+
+Status PaddedCopies::AllocateRows(const RunContext& context, int64_t heads, int64_t size, TensorView* view,
+                                  SequenceRows* rows) {
+  const int64_t T = sequences_.positions;
+  rows->packed = const_cast<void*>(view->data);
+  rows->packed_stride = view->stride;
+  rows->heads = heads, rows->size = size, rows->dtype = dtype_;
+  size_t bytes = 0;
+  STOF_RETURN_IF_ERROR(CountBytes({sequences_.B, heads, T, size, SizeOf(dtype_)}, &bytes));
+  STOF_RETURN_IF_ERROR(context.Allocate(bytes, &rows->padded));
+  view->data = rows->padded;
+  view->stride = {heads * T * size, T * size, size};
+  return Status();
+}
+
+Status PaddedCopies::Allocate(const RunContext& context, AttentionArgs* args, const Tensor** pad) {
+  const AttentionShape& shape = args->shape;
+  STOF_RETURN_IF_ERROR(AllocateRows(context, shape.G, shape.D, &args->key, &key_));
+  STOF_RETURN_IF_ERROR(AllocateRows(context, shape.G, shape.Dv, &args->value, &value_));
+  if (has_queries_) {
+    STOF_RETURN_IF_ERROR(AllocateRows(context, shape.H, shape.D, &args->query, &query_));
+    TensorView output = {args->output.data, args->output.stride};
+    STOF_RETURN_IF_ERROR(AllocateRows(context, shape.H, shape.Dv, &output, &output_));
+    args->output.data = const_cast<void*>(output.data);
+    args->output.stride = output.stride;
+  }
+  if (*pad != nullptr) keys_.given = **pad;
+  size_t bytes = 0;
+  STOF_RETURN_IF_ERROR(CountBytes({shape.B, shape.T}, &bytes));
+  void* memory = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(bytes, &memory));
+  keys_.pad = static_cast<uint8_t*>(memory);
+  pad_.data = memory, pad_.dtype = DType::kU8, pad_.rank = 2;
+  pad_.dims[0] = shape.B, pad_.dims[1] = shape.T;
+  *pad = &pad_;
+  if (args->mask.empty_rows != EmptyRows::kAll) return Status();
+  // A row without an allowed key attends all keys, of which those that do not exist have a bias of -inf.
+  STOF_RETURN_IF_ERROR(context.Allocate(4 * bytes, &memory));
+  keys_.bias = static_cast<float*>(memory);
+  args->scores.bias = {memory, DType::kF32, shape.T, 0, 0, 1};
+  return Status();
+}
+
+Status PaddedCopies::Unpack(const PackedSequencesBackend& backend, const RunContext& context) const {
+  STOF_RETURN_IF_ERROR(backend.unpack(sequences_, key_, context));
+  STOF_RETURN_IF_ERROR(backend.unpack(sequences_, value_, context));
+  if (has_queries_) STOF_RETURN_IF_ERROR(backend.unpack(sequences_, query_, context));
+  return backend.mark(sequences_, keys_, context);
+}
+
+Status PaddedCopies::Pack(const PackedSequencesBackend& backend, const RunContext& context) const {
+  return has_queries_ ? backend.pack(sequences_, output_, context) : Status();
+}
+
+Status PlanPaddedCopies(PaddedCopies* copies, AttentionArgs* args, const Tensor** pad, size_t* bytes) {
+  RunContext context;
+  context.on_cuda = true;
+  context.allocate = CountBlock;
+  context.self = bytes;
+  *bytes = 0;
+  return copies->Allocate(context, args, pad);
+}
+
+}  // namespace stof

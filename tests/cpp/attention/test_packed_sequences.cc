@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packed sequences of StofAttention beside the padded call. Tensors end with their memory, so that a sanitizer sees
+// what is read or written outside. tests/runtime/test_packed_sequences.py compares with the definition.
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/packed_sequences/sequence_rows.h"
+#include "plugins/core/host/thread_pool.h"
+#include "plugins/core/ops/attention_padded_copies.h"
+#include "plugins/core/ops/attention_shapes.h"
+#include "tests/cpp/attention/packed_cases.h"
+#include "tests/cpp/fixtures.h"
+
+namespace stof::test::attention {
+namespace {
+
+void Run(const PackedCase& c, const std::string& operands, const std::vector<Tensor>& inputs, Array* output) {
+  const std::unique_ptr<Op> op = MakePackedOp(c, operands, inputs);
+  Memory memory;
+  ThreadPool pool(c.threads);
+  const RunContext context = {pool.view(), Memory::Allocate, &memory};
+  const Status status = op->Run(inputs.data(), static_cast<int>(inputs.size()), &output->tensor, 1, context);
+  CHECK(status.ok(), status.message());
+}
+
+bool AttendsAll(const PackedCase& c) { return AttendsAllKeys(static_cast<EmptyRows>(c.empty_rows)); }
+
+void RunCase(const PackedCase& c, Random* random) {
+  PackedTensors tensors(c, random);
+  Array wanted(c.dtype, {c.B, c.S, c.H * c.Dv}), found = PackedOutput(c);
+  Run(c, tensors.padded_operands, tensors.PaddedInputs(), &wanted);
+  Run(c, tensors.packed_operands, tensors.PackedInputs(c), &found);
+  if (AttendsAll(c)) return;  // over all keys, not those that exist
+  ComparePacked(c, found, c.has_queries ? Packed(c, &wanted) : wanted);
+}
+
+template <typename Function>
+void ForEachCase(int count, uint64_t seed, const Function& run) {
+  for (int i = 0; i < count; ++i) {
+    Random random(static_cast<uint64_t>(i) + seed);
+    const PackedCase c = DrawPacked(&random);
+    try {
+      run(c, &random);
+    } catch (const Failure& failure) {
+      CHECK(false, "case ", i, " ", Describe(c), failure.message);
+    }
+    CountCases(1);
+  }
+}
+
+// ---- what a device does, on the host ----
+int64_t Elements(const SequenceRows& tensor, int64_t head, int64_t row) {
+  return row * tensor.packed_stride.s + head * tensor.packed_stride.h;
+}
+
+template <typename Visit>
+void ForEachRow(const DeviceSequences& sequences, const Visit& visit) {
+  const bool is_legal = cuda::HasLegalStarts(sequences, 0, 1);
+  for (int64_t b = 0; b < sequences.B; ++b) {
+    const cuda::SequenceSpan span = cuda::SpanOf(sequences, is_legal, b);
+    for (int64_t t = 0; t < sequences.positions; ++t) {
+      visit(b, t, t >= span.first && t < span.first + span.length ? span.begin + t - span.first : -1, span);
+    }
+  }
+}
+
+Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, bool unpacks) {
+  const auto size = static_cast<size_t>(tensor.size * SizeOf(tensor.dtype));
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan&) {
+    for (int64_t head = 0; head < tensor.heads; ++head) {
+      const int64_t at = ((b * tensor.heads + head) * sequences.positions + t) * tensor.size;
+      char* const padded = static_cast<char*>(tensor.padded) + at * SizeOf(tensor.dtype);
+      if (row < 0) {
+        if (unpacks) std::memset(padded, 0, size);
+        continue;
+      }
+      char* const packed = static_cast<char*>(tensor.packed) + Elements(tensor, head, row) * SizeOf(tensor.dtype);
+      std::memcpy(unpacks ? padded : packed, unpacks ? packed : padded, size);
+    }
+  });
+  return Status();
+}
+Status UnpackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
+  return MoveOnHost(sequences, tensor, true);
+}
+Status PackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
+  return MoveOnHost(sequences, tensor, false);
+}
+Status MarkOnHost(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext&) {
+  const auto* const given = static_cast<const uint8_t*>(keys.given.data);
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
+    const int64_t at = b * sequences.positions + t;
+    keys.pad[at] = row >= 0 && given[at] != 0 ? 1 : 0;
+    if (keys.bias != nullptr) {
+      keys.bias[at] = row >= 0 || span.length == 0 ? 0.0f : -std::numeric_limits<float>::infinity();
+    }
+  });
+  return Status();
+}
+
+// Runs the padded copies of a case through the kernel of padded batches; the mask is that of pad alone.
+void RunCopies(const PackedCase& c, const PackedTensors& tensors, Array* output) {
+  AttentionAttributes attributes;
+  Status status = ParseAttention(PackedAttributes(c, tensors.packed_operands), &attributes);
+  CHECK(status.ok(), status.message());
+  const std::vector<Tensor> inputs = tensors.PackedInputs(c);
+  AttentionArgs args;
+  status = BindQueryKeyValue(attributes, inputs.data(), static_cast<int>(inputs.size()), &args);
+  CHECK(status.ok(), status.message());
+  PaddedCopies copies;
+  status = copies.Bind(attributes, inputs.data(), &args);
+  CHECK(status.ok(), status.message());
+  args.output.data = output->tensor.data;
+  const PackedSequencesBackend backend = {UnpackOnHost, PackOnHost, MarkOnHost};
+  Memory memory;
+  ThreadPool pool(c.threads);
+  const RunContext context = {pool.view(), Memory::Allocate, &memory};
+  const Tensor* pad = &tensors.pad.tensor;
+  status = copies.Allocate(context, &args, &pad);
+  CHECK(status.ok(), status.message());
+  // The plan counts the same blocks.
+  PaddedCopies planned;
+  AttentionArgs plan;
+  CHECK(BindQueryKeyValue(attributes, inputs.data(), static_cast<int>(inputs.size()), &plan).ok());
+  CHECK(planned.Bind(attributes, inputs.data(), &plan).ok());
+  size_t bytes = 0;
+  const Tensor* planned_pad = &tensors.pad.tensor;
+  CHECK(PlanPaddedCopies(&planned, &plan, &planned_pad, &bytes).ok());
+  CHECK(bytes > 0 || c.B == 0, "the plan asks for nothing");
+  CHECK(copies.Unpack(backend, context).ok());
+  args.mask.pad = static_cast<const uint8_t*>(pad->data);
+  const CpuAttentionConfig config = ChooseCpuAttention(args, c.threads);
+  void* workspace = nullptr;
+  CHECK(context.Allocate(CpuAttentionWorkspace(args, config, c.threads), &workspace).ok());
+  status = CpuAttention(args, config, workspace, context.parallel);
+  CHECK(status.ok(), status.message());
+  CHECK(copies.Pack(backend, context).ok());
+}
+
+}  // namespace
+
+// With STOF_TEST_ALL=1 10^5 draws, a fifth of them under a sanitizer.
+TEST(AttentionOfPackedSequences) {
+  const char* const all = std::getenv("STOF_TEST_ALL");
+  const bool is_long = all != nullptr && std::strcmp(all, "1") == 0;
+  ForEachCase(Cases(is_long ? 100000 : 600), 5400, RunCase);
+}
+
+// A device runs over padded copies: their order, sizes and marks, without a device.
+TEST(AttentionOfPaddedCopies) {
+  ForEachCase(Cases(200), 5500, [](PackedCase c, Random* random) {
+    c.mask = 0;  // pad alone
+    if (static_cast<EmptyRows>(c.empty_rows) == EmptyRows::kMean) c.empty_rows = 0;
+    PackedTensors tensors(c, random);
+    Array wanted = PackedOutput(c), found = PackedOutput(c);
+    Run(c, tensors.packed_operands, tensors.PackedInputs(c), &wanted);
+    if (found.tensor.Elements() > 0) RunCopies(c, tensors, &found);
+    ComparePacked(c, found, wanted);
+  });
+}
+
+// The plan for a device needs none. It counts the padded copies, and says what no kernel takes.
+TEST(PackedSequencesArePlannedForADevice) {
+  PackedCase c;
+  c.B = 2, c.H = 2, c.T = c.S = 24, c.D = c.Dv = 64;
+  c.length = {10, 24}, c.first = {14, 0};
+  Random random(1);
+  const auto plan = [&](const std::string& operands, std::vector<Tensor> shapes, DevicePlan* planned) {
+    for (Tensor& shape : shapes) shape.data = nullptr;
+    std::unique_ptr<Op> op;
+    MapAttributes attributes = PackedAttributes(c, operands);
+    if (operands.find("pad") == std::string::npos) attributes.strings["mask"] = "";
+    CHECK(AttentionDescription()->create(attributes, &op).ok());
+    CHECK(op->Prepare(shapes.data(), static_cast<int>(shapes.size())).ok());
+    return op->PlanDevice(shapes.data(), static_cast<int>(shapes.size()), planned);
+  };
+  const PackedTensors tensors(c, &random);
+  const std::vector<Tensor> shapes = tensors.PackedInputs(c);
+  DevicePlan planned;
+  const Status status = plan(tensors.packed_operands, shapes, &planned);
+  CHECK(status.ok(), status.message());
+  const auto copies = static_cast<size_t>(4 * (4 * c.B * c.T * c.H * c.D));  // query, key, value and output, fp32
+  CHECK(planned.workspace >= copies && planned.runs_several_kernels, planned.workspace, " bytes");
+  const auto refuses = [&](const std::string& operands, const std::vector<Tensor>& inputs, const char* message) {
+    const Status refused = plan(operands, inputs, &planned);
+    CHECK(!refused.ok() && refused.message().find(message) != std::string::npos, "'", refused.message(), "'");
+    CountCases(1);
+  };
+  refuses("cumulative_sequence_length", {shapes[0], shapes[1], shapes[2], tensors.cumulative.tensor},
+          "no operand says how long a padded sequence is");
+  c.empty_rows = static_cast<int>(EmptyRows::kMean);
+  refuses(tensors.packed_operands, shapes, "expected zero, nan or all beside cumulative_sequence_length on CUDA");
+  c.empty_rows = static_cast<int>(EmptyRows::kAll);
+  std::vector<Tensor> biased = shapes;
+  biased.push_back(TensorOfShape(DType::kF32, std::vector<int64_t>{24, 24}));
+  refuses(tensors.packed_operands + " bias", biased, "expected zero or nan beside bias");
+}
+
+TEST(PackedSequencesOfAnyNumbersStayInside) {
+  Random random(5600);
+  const int cases = Cases(20000);
+  for (int i = 0; i < cases; ++i) {
+    const int64_t B = random.Range(1, 6), rows = random.Range(0, 20), positions = random.Range(1, 12);
+    const auto any = [&] {
+      const std::vector<int64_t> extremes = {std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()};
+      return static_cast<int32_t>(random.OneIn(8) ? random.Pick(extremes) : random.Range(-2, 22));
+    };
+    std::vector<int32_t> starts, first;
+    for (int64_t b = 0; b <= B; ++b) starts.push_back(any());
+    for (int64_t b = 0; b < B; ++b) first.push_back(any());
+    const DeviceSequences sequences = {starts.data(), random.OneIn(2) ? first.data() : nullptr, B, rows, positions};
+    for (int64_t b = 0; b < B; ++b) {
+      const cuda::SequenceSpan span = cuda::SpanOf(sequences, true, b);
+      CHECK(span.begin >= 0 && span.length >= 0 && span.begin + span.length <= rows, "rows of sequence ", b);
+      CHECK(span.first >= 0 && span.first + span.length <= positions, "positions of sequence ", b);
+      CHECK(span.is_legal || span.length == 0, "an illegal sequence has rows");
+    }
+    const int64_t b = cuda::SequenceOfRow(sequences, random.Range(0, 25));
+    CHECK(b >= 0 && b < B, "sequence ", b, " of ", B);
+    CountCases(1);
+  }
+}
+
+}  // namespace stof::test::attention
