@@ -5,11 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum ended exports)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts ended exports)
 # Other optimization levels, and what takes long or needs torch (2 GB environments of their own): that the stored graphs are what
 # it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels packages genai pytorch optimum ended exports)
-library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum ended)
+long_parts=(levels packages genai pytorch optimum texts ended exports)
+library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
 python=python3
@@ -252,6 +252,14 @@ if wants optimum; then
   begin 'tokens (Optimum)'
   environment .venv-optimum -r tests/optimum/requirements.txt
   STOF_LIBRARY=$library .venv-optimum/bin/python tests/optimum/check_generation.py
+  end
+fi
+
+# Embeddings and scores of sentence-transformers and Optimum, of random weights, likewise.
+if wants texts; then
+  begin 'texts'
+  environment .venv-texts -r tests/texts/requirements.txt
+  STOF_LIBRARY=$library .venv-texts/bin/python tests/texts/check_texts.py
   end
 fi
 
