@@ -194,13 +194,22 @@ class Graph:
                 )
             flat = self.add("Reshape", x, self.constant([-1, WIDTH]))
             return str(self.add("Gather", flat, self.add("Add", self.add("Mul", row, length), at)))
+        if kind in ("first real, elements", "highest id, elements"):  # torch.gather
+            at = self.add("ArgMax", self.add("Cast", real, to=FLOAT) if "real" in kind else "input_ids", axis=1)
+            width = self.add("Slice", self.add("Shape", x), self.constant([2]), self.constant([3]))
+            sizes = self.add("Concat", self.constant([1, 1]), width, axis=0)
+            indices = self.add("Expand", self.unsqueeze(at, 2), sizes)
+            return str(self.add("Squeeze", self.add("GatherElements", x, indices, axis=1), self.constant([1])))
         assert kind == "last real"
         number = self.add("Cast", real, to=INT64)
         at = self.add("Sub", self.reduce("ReduceSum", number, 1, 1), self.constant(1))
         return str(self.add("GatherND", x, at, batch_dims=1))
 
 
-POOLINGS = ("mean", "first", "last", "last slice", "middle", "max", "last real", "highest id", "highest id, flat")
+POOLINGS = (
+    *("mean", "first", "last", "last slice", "middle", "max", "last real", "highest id", "highest id, flat"),
+    *("first real, elements", "highest id, elements"),
+)
 
 
 def encoder(

@@ -797,6 +797,49 @@ def test_slices_that_are_read(
     check_same(model, result)
 
 
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("op", ["GatherND", "GatherElements"])
+def test_indices_of_what_layers_compute_with(op: str, is_zero: bool) -> None:
+    """What the kept rows are decided by cannot wait for them, although it is computed for each token."""
+    g = Text()
+    x = g.layers(g.start())
+    number = g.add("Cast", g.mask, to=FLOAT)
+    x = str(g.add("Mul" if is_zero else "Add", x, g.unsqueeze(number, 2)))
+    count = g.add("Cast", g.reduce("ReduceSum", number, 1, 1), to=INT64)
+    at = g.add("Sub", count, g.constant(1))
+    if op == "GatherND":
+        last = g.add("GatherND", x, at, batch_dims=1)
+    else:
+        indices = g.add("Expand", g.unsqueeze(at, 2), g.constant([1, 1, WIDTH]))
+        last = g.add("Squeeze", g.add("GatherElements", x, indices, axis=1), g.constant([1]))
+    g.output(last, "last", rank=2)
+    model = g.end(x)
+    result, _ = unpadded(model)
+    check_unpadded(result, 1)
+    check_same(model, result)
+
+
+def test_elements_of_other_axes_are_no_rows() -> None:
+    """GatherElements along the batch, along the width, and by positions that attention decides."""
+    for axis in (0, 2):
+        g = Text()
+        x = g.layers(g.start())
+        g.output(g.add("GatherElements", x, g.constant(np.zeros((1, 1, 1), np.int64)), axis=axis), "element", rank=3)
+        model = g.end(x)
+        result, report = unpadded(model)
+        assert [r.replaced for r in rows_of(report)] == [False]
+        check_same(model, result)
+    g = Text()
+    x = g.layers(g.start())
+    at = g.add("ArgMax", g.add("ReduceSum", x, g.constant([2]), keepdims=0), axis=1)
+    indices = g.add("Expand", g.unsqueeze(str(at), 2), g.constant([1, 1, WIDTH]))
+    g.output(g.add("GatherElements", x, indices, axis=1), "row", rank=3)
+    model = g.end(x)
+    result, report = unpadded(model)
+    assert [r.replaced for r in rows_of(report)] == [False]
+    check_same(model, result)
+
+
 def test_position_beyond_the_longest_text_fails_as_before() -> None:
     g = Text()
     x = g.layers(g.start())

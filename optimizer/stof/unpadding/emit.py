@@ -237,6 +237,8 @@ class _Writer:
         for indices, kind in reads:
             if kind == "rows":
                 row = b.add("Gather", [b.add("Reshape", [inside, b.constant([-1])]), indices])
+            elif kind == "elements":
+                row = b.add("GatherElements", [inside, b.add("Flatten", [indices], axis=1)], axis=1)
             else:
                 row = b.add("GatherND", [inside, indices], batch_dims=int(kind == "positions"))
             count = b.add("ReduceSum", [b.add("Cast", [b.add("Not", [row])], to=TensorProto.INT64)], keepdims=0)

@@ -50,7 +50,8 @@ class IndexRead:
     Attributes:
         node: its index.
         indices: the tensor.
-        kind: what it holds: "pairs" of sequence and position, "rows" of batch times positions, "positions" of each sequence.
+        kind: what it holds: "pairs" of sequence and position, "rows" of batch times positions, "positions" of each sequence,
+            "elements": positions of each sequence for each element of a row.
     """
 
     node: int

@@ -155,10 +155,12 @@ class _Analysis:
             return self._refusal("no input of the model has a batch of texts as long as the keys are")
         self._follow_padding()
         before = find_needed([self.mask.tensor], self.nodes)  # what the mask is computed from
+        indexing = {i for r in self.index_reads for i in self._sources(r.indices)}  # what decides which rows are kept
         inside = {
             i: row_wise
             for i, row_wise in self.known.items()
             if i not in taken
+            and i not in indexing
             and self._is_unread(self.nodes[i])
             and any(a is not None for a in row_wise.outputs)
             and not before.intersection(self.nodes[i].output)
@@ -301,7 +303,7 @@ class _Analysis:
                 self.sizes[i] = node.input[0]
             elif (position := self._read_position(node)) is not None:
                 self.reads.append(PositionRead(i, position))
-            elif (kind := self._read_indices(node)) is not None:
+            elif node.input[0] not in self.zero and (kind := self._read_indices(node)) is not None:
                 self.index_reads.append(IndexRead(i, node.input[1], kind))
             elif node.domain == DOMAIN and node.op_type == ATTENTION:
                 self._need_attention(i, node)
@@ -352,24 +354,27 @@ class _Analysis:
         elif node.op_type == "GatherND" and axes == TokenAxes(0, 1) and shape:
             width, batch_dims = shape[-1].constant, context.number("batch_dims", 0)
             kind = {(2, 0): "pairs", (1, 1): "positions"}.get((width or 0, batch_dims), "")
+        elif node.op_type == "GatherElements" and axes == TokenAxes(0, 1) and shape:
+            kind = "elements" if context.number("axis", 0) % len(shape) == 1 else ""
         else:
             kind = ""
         return kind if kind and not self._depends_on_tokens(node.input[1]) else None
 
     def _depends_on_tokens(self, name: str) -> bool:
         """Whether a tensor is computed from results of attention; from shapes of tensors does not count."""
-        pending, seen = [name], set[str]()
+        return any(i in self.attentions or self.nodes[i].domain == DOMAIN for i in self._sources(name))
+
+    def _sources(self, name: str) -> set[int]:
+        """The nodes that a tensor is computed by, up to those that read the shape of another one alone."""
+        pending, found = [name], set[int]()
         while pending:
-            tensor = pending.pop()
-            i = self.writers.get(tensor)
-            if tensor in seen or i is None:
+            i = self.writers.get(pending.pop())
+            if i is None or i in found:
                 continue
-            seen.add(tensor)
-            if i in self.attentions or self.nodes[i].domain == DOMAIN:
-                return True
+            found.add(i)
             if self.nodes[i].op_type != "Shape":
                 pending.extend(node_tensors(self.nodes[i]))
-        return False
+        return found
 
     def _read_slice(self, context: Context, axis: int, rank: int) -> int | None:
         starts, ends = context.numbers("starts", 1), context.numbers("ends", 2)
