@@ -228,7 +228,10 @@ def check_optimum_pooled(folder: Path) -> None:
             for unpad, result in optimized(exported) if side == "right" else _written(exported):
                 fast = ORTModelForCustomTasks.from_pretrained(result, session_options=session_options())
                 check_close(fast(**inputs)["sentence_embedding"], original, f"{pooling}, --unpad {unpad}, {side}")
-    for loads in (ORTModelForFeatureExtraction.from_pretrained(exported), SentenceTransformer(str(exported), backend="onnx")):
+    for loads in (
+        ORTModelForFeatureExtraction.from_pretrained(exported),
+        SentenceTransformer(str(exported), backend="onnx"),
+    ):
         call = loads.encode if isinstance(loads, SentenceTransformer) else lambda _, m=loads: m(**inputs)
         try:
             call(TEXTS)
@@ -263,7 +266,9 @@ def check_optimum_classes(folder: Path) -> None:
         wanted = _by_pytorch(folder / name, task, inputs)
         plain = kind.from_pretrained(exported, session_options=session_options(False))(**inputs)[key].numpy()
         has_rows = plain.ndim == 3
-        check_close(*((plain[is_real], wanted[is_real]) if has_rows else (plain, wanted)), f"{name}: the exported model")
+        check_close(
+            *((plain[is_real], wanted[is_real]) if has_rows else (plain, wanted)), f"{name}: the exported model"
+        )
         for unpad, result in optimized(exported):
             found = kind.from_pretrained(result, session_options=session_options())(**inputs)[key].numpy()
             label = f"{name}, --unpad {unpad}"
