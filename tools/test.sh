@@ -259,7 +259,7 @@ fi
 if wants texts; then
   begin 'texts'
   environment .venv-texts -r tests/texts/requirements.txt
-  STOF_LIBRARY=$library .venv-texts/bin/python tests/texts/check_texts.py
+  STOF_LIBRARY=$library PYTHONPATH=optimizer .venv-texts/bin/python tests/texts/check_texts.py
   end
 fi
 
