@@ -199,5 +199,4 @@ def list_candidates(names: CandidateNames, candidates: Iterable[NamedCandidate])
     shown = ", ".join(f"{c.index} {c.name!r}" for c in numbered[:_MOST_NAMES])
     more = ", ..." if len(numbered) > _MOST_NAMES else ""
     listing = f"--explain '{names.prefix}*'" if names.prefix else "--explain"
-    ending = "es" if names.kind.endswith("ch") else "s"
-    return f"its {names.kind}{ending} are {shown}{more} ({listing} lists them)"
+    return f"its {names.kind}s are {shown}{more} ({listing} lists them)"

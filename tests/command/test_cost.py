@@ -66,12 +66,15 @@ def test_work_grows_with_the_model_and_no_faster(tmp_path: Path, kind: str, coun
 
 @pytest.mark.parametrize(
     ("kind", "chains", "most"),
-    [("attentions", "off", 2), ("attentions", "on", 3), ("elementwise_chains", "on", 3), ("encoder", "auto", 2)],
+    [("attentions", "off", 3), ("attentions", "on", 4), ("elementwise_chains", "on", 3), ("encoder", "auto", 3)],
 )
 def test_a_model_is_interpreted_once_for_each_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chains: str, most: int
 ) -> None:
-    """Before and after the attention is replaced, and as it is written, for exact sizes; never again for a site or a region."""
+    """Before the attention is replaced; after it, for padding and for chains; as it is written, for exact sizes.
+
+    Never again for a site or a region.
+    """
     made: list[int] = []
     original = Symbolic.__init__
 

@@ -175,7 +175,8 @@ def test_what_is_measured_is_written_and_planned(
     # Beside a plan of everything nothing is left to measure.
     assert cli.main([*arguments, "--plan", str(plan)]) == 1
     assert (
-        f"--tune has nothing to measure: {plan} decides all caches, sites, MLPs and chains" in capsys.readouterr().err
+        f"--tune has nothing to measure: {plan} decides all caches, sites, padding masks, MLPs and chains"
+        in capsys.readouterr().err
     )
     # The cache says it, too.
     assert cli.main(arguments) == 0

@@ -39,6 +39,7 @@ CHANGED: dict[str, Any] = {
     "force": True,
     "ignore_empty_rows": True,
     "chains": "on",
+    "unpad": "on",
     "products": False,
     "tune": 7.5,
     "ignore_measurements": True,

@@ -201,7 +201,7 @@ def test_one_of_two_batches(tmp_path: Path, options: dict[str, Any], expected: l
 
 def test_a_name_of_none(path: Path) -> None:
     with pytest.raises(
-        ArgumentError, match=r"unpad:another.*names no padded batch.*its padded batches are 0 'attention_mask'"
+        ArgumentError, match=r"unpad:another.*names no padding mask.*its padding masks are 0 'attention_mask'"
     ):
         optimize(path, skip=("unpad:another",))
 
@@ -211,13 +211,13 @@ def test_explanations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     onnx.save(two_batches(), path)
     assert run_cli(path, "--explain", "unpad:*") == 0
     out = capsys.readouterr().out
-    assert "padded batch 0  first_mask" in out
-    assert "padded batch 1  second_mask" in out
+    assert "padding mask 0  first_mask" in out
+    assert "padding mask 1  second_mask" in out
     assert out.count("-> replaced") == 2
     assert run_cli(path, "--explain", "unpad:second_mask", "--skip", "unpad:second_mask") == 0
     out = capsys.readouterr().out
-    assert "padded batch 1  second_mask\n  stopped: left out by --skip" in out
-    assert "padded batch 0" not in out
+    assert "padding mask 1  second_mask\n  stopped: left out by --skip" in out
+    assert "padding mask 0" not in out
 
 
 def test_why_an_output_of_tokens_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

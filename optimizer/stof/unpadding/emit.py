@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.graph.dead_code import remove_dead_code
 from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of, topological_order
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
@@ -57,6 +58,7 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
     kept = [v for v in written.graph.value_info if v.name not in changed]
     del written.graph.value_info[:]
     written.graph.value_info.extend(kept)
+    remove_dead_code(written.graph, model.graph)
     return written
 
 

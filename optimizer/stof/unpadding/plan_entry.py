@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A padded batch's entry in a plan."""
+"""A key padding mask's entry in a plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of padded batches."""
+"""What the report says of key padding masks, and of what they pad."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stof.report import Gain, PageRow, PageTable, Section
 from stof.selection import CandidateNames, NamedCandidate
 
 KEY = "unpadding"
-NAMES = CandidateNames("padded batch", "unpad:")
+NAMES = CandidateNames("padding mask", "unpad:")
 PADDING = (0.5, 0.75, 0.85)  # shares of padding that gains are estimated for
 
 
 @dataclass(frozen=True)
 class UnpadReport:
-    """A padded batch; options name it behind ``unpad:`` by the tensor of its mask or by ``index``.
+    """A key padding mask, and what it pads; options name it behind ``unpad:`` by the tensor of its mask or by ``index``.
 
     Attributes:
         batch: the tensor of the key padding mask.
@@ -60,7 +60,7 @@ class UnpadSection(Section):
 
     @property
     def candidates_words(self) -> str:
-        return "padded batches"
+        return "padding masks"
 
     @property
     def changes_outputs(self) -> bool:
@@ -87,7 +87,7 @@ class UnpadSection(Section):
 
     def page_table(self) -> PageTable:
         rows = tuple(PageRow(r.batch, r.replaced, (_facts(r) if r.replaced else r.reason,)) for r in self.rows)
-        return PageTable("Padded batches", ("details",), rows)
+        return PageTable("Padding masks", ("details",), rows)
 
     def page_gains(self) -> Sequence[Gain]:
         half = PADDING.index(0.5)
@@ -128,7 +128,7 @@ def _row_lines(row: UnpadReport) -> list[str]:
 
 
 def _explain_row(row: UnpadReport) -> list[str]:
-    lines = [f"padded batch {'-' if row.index is None else row.index}  {row.batch}"]
+    lines = [f"padding mask {'-' if row.index is None else row.index}  {row.batch}"]
     if row.replaced:
         return [*lines, f"  match  {_facts(row)}", *([f"  rest   {row.rest}"] if row.rest else []), "  -> replaced"]
     return [*lines, f"  stopped: {row.reason}"]

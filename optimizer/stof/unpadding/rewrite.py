@@ -17,7 +17,7 @@ from stof.symbolic import Symbolic
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
-from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion
+from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion, find_pad_mask
 from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
 from stof.unpadding.zero_rows import find_missing, with_zero_rows
@@ -74,13 +74,13 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
     key = KEY
     op_types: frozenset[str] = frozenset()  # the nodes are StofAttention's
     names = NAMES
-    plan_format = EntryFormat("padded batch", read_unpad_plan)
+    plan_format = EntryFormat("padding mask", read_unpad_plan)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> PaddedBatches:
         if job.options.unpad == "off" or (job.plan is not None and KEY not in job.plan.entries):
             return PaddedBatches()
         before = model()
-        if not any(n.domain == DOMAIN and n.op_type == ATTENTION for n in before.graph.node):
+        if not any(n.domain == DOMAIN and n.op_type == ATTENTION and find_pad_mask(n) for n in before.graph.node):
             return PaddedBatches(before)
         with job.step("unpadding"):
             symbolic = Symbolic(before)
