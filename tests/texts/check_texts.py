@@ -41,7 +41,7 @@ import stof
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/guide/texts.md"
-POOLINGS = ("mean", "cls", "lasttoken", "max")
+POOLINGS = ("mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean")
 _NOTE = re.compile(r"^<!-- not run: [^\n]*tests/texts/check_texts\.py runs it -->\n```(\w*)\n(.*?)^```$", re.M | re.S)
 _TOLERANCE = 2e-5
 TEXTS = draw_texts(40)
