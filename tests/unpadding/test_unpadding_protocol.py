@@ -241,7 +241,7 @@ def test_reports(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "of_attentions": 2, "keys_only": 0, "gains": pytest.approx([2, 4, 20 / 3]), "zero_outputs": [], "rest": "",
     }  # fmt: skip
     html = page.read_text()
-    assert "Padded batches" in html
+    assert "Padding masks" in html
     assert "attention_mask" in html
 
 
