@@ -57,7 +57,7 @@ def open_model(engine: str, path: Path, batches: Sequence[Feeds], threads: int) 
         engine: "ort", "stof" or "openvino".
         path: of the model.
         batches: those that it will run.
-        threads: of a run.
+        threads: that the runtime may use.
 
     Raises:
         Unavailable: when the engine is not installed or refuses the model.

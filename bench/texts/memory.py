@@ -27,7 +27,7 @@ def measure_memory(problem: TextProblem, files: TextFiles, names: Collection[str
         problem: whose batches are run.
         files: of the model.
         names: of the candidates.
-        threads: of a run.
+        threads: that the runtime may use.
 
     Returns:
         The same for all that could run; of the others, why not, as ``missing``.

@@ -22,7 +22,7 @@ def tabulate(records: Sequence[Record]) -> list[str]:
     """A row for each model, precision and distribution of lengths; none where there are no records."""
     if not records:
         return []
-    head = ["model", "lengths", "threads", "padded/real", "tokens/s", *_PEERS.values(), "memory of a run"]
+    head = ["model", "lengths", "threads", "padded/real", "tokens/s", *_PEERS.values(), "memory beyond the model"]
     rows = []
     for record in sorted(records, key=lambda r: (r["model"], r["precision"], r["key"][2], r["machine"]["threads"])):
         own = record["peers"].get("stof", {}).get("useful_tokens_per_second")

@@ -4,10 +4,10 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/status.h"
+#include "cuda/packed_sequences/copy_units.cuh"
 #include "cuda/packed_sequences/move_rows.h"
 #include "cuda/packed_sequences/sequence_rows.h"
 
@@ -17,7 +17,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kRowsPerCta = 16;
-constexpr int64_t kMostCtas = std::numeric_limits<int32_t>::max();
 
 __device__ __forceinline__ bool IsLegal(const DeviceSequences& sequences) {
   return __syncthreads_and(HasLegalStarts(sequences, threadIdx.x, kThreads) ? 1 : 0) != 0;
@@ -30,16 +29,6 @@ struct MoveParams {
   int64_t chunks = 0;   // unpack: CTAs of a sequence
   uint32_t pieces = 0;  // units of a head
 };
-
-// All bits set are NaN of every type.
-template <typename Unit>
-__device__ __forceinline__ Unit NanOf() {
-  return static_cast<Unit>(~Unit{});
-}
-template <>
-__device__ __forceinline__ uint4 NanOf<uint4>() {
-  return make_uint4(~0u, ~0u, ~0u, ~0u);
-}
 
 // A CTA fills 16 positions of all heads of a sequence. Unit: what a thread moves at once.
 template <typename Unit>
@@ -110,8 +99,6 @@ Status Move(MoveParams params, bool is_unpack, void* stream) {
   if (is_unpack) return Launch<UnpackKernel<Unit>>(params, params.sequences.B * params.chunks, stream);
   return Launch<PackKernel<Unit>>(params, (params.sequences.rows + kRowsPerCta - 1) / kRowsPerCta, stream);
 }
-
-bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0; }
 
 Status MoveRows(const DeviceSequences& sequences, const SequenceRows& tensor, bool is_unpack,
                 const RunContext& context) {

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/status.h"
+#include "cuda/packed_sequences/copy_units.cuh"
 #include "cuda/paged_attention/append.h"
 #include "cuda/paged_attention/batch_check.cuh"
 #include "cuda/paged_attention/token_rows.h"
@@ -20,7 +20,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kRowsPerCta = 16;  // cache rows of all heads; a page holds 16 or more, so they lie on one
-constexpr int64_t kMostCtas = std::numeric_limits<int32_t>::max();
 
 // ---- gather ----
 struct GatherParams {
@@ -69,8 +68,6 @@ Status LaunchGather(GatherParams params, int64_t head_bytes, void* stream) {
   return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that gathers pages");
 }
 
-bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0; }
-
 // ---- unpad ----
 struct UnpadParams {
   PagedShape shape;
@@ -82,16 +79,7 @@ struct UnpadParams {
   int64_t pieces = 0;  // of a token
 };
 
-// A CTA copies the row of one token. Unit: 16 bytes, or one element. All bits set are NaN of every type.
-template <typename Unit>
-__device__ __forceinline__ Unit NanOf() {
-  return static_cast<Unit>(~Unit{});
-}
-template <>
-__device__ __forceinline__ uint4 NanOf<uint4>() {
-  return make_uint4(~0u, ~0u, ~0u, ~0u);
-}
-
+// A CTA copies the row of one token. Unit: 16 bytes, or one element.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads) UnpadKernel(const __grid_constant__ UnpadParams params) {
   WaitForPrevious();

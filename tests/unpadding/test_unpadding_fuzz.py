@@ -93,7 +93,7 @@ class Chain:
 
     # ---- steps ----
     def step(self) -> None:
-        steps = [self.elementwise, self.add_another, self.dense, self.norm, self.halves, self.vector, self.hide]
+        steps = [self.elementwise, self.add_another, self.dense, self.norm, self.swap_parts, self.vector, self.hide]
         steps += [self.attend, self.move, self.move, self.gate, self.mix]
         self.draw(st.sampled_from(steps))()
         self.note(self.x, self.layout)
@@ -134,7 +134,7 @@ class Chain:
             op = "ReduceMean" if kind == "mean" else "ReduceMax"
             self.x = g.add("Sub", self.x, g.reduce(op, self.x, axis, 1))
 
-    def halves(self) -> None:
+    def swap_parts(self) -> None:
         """Slices of each token that change places."""
         g, axis = self.g, self.draw(st.sampled_from([a for a, c in enumerate(self.layout) if c in "nhd"]))
         size = {"n": WIDTH, "h": HEADS, "d": _SIZE}[self.layout[axis]]

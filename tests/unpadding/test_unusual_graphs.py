@@ -32,6 +32,11 @@ from encoders import (
 )
 from onnx import TensorProto, helper, numpy_helper
 
+from stof.graph.index import opset_of
+from stof.symbolic import Symbolic
+from stof.unpadding.emit import emit_regions
+from stof.unpadding.regions import find_regions
+
 
 class Text(Graph):
     """An encoder's inputs, and what layers read."""
@@ -863,3 +868,49 @@ def test_attention_operands_of_tokens() -> None:
     result, _ = unpadded(model)
     assert len(list(attentions(result))) == 1
     check_same(model, result)
+
+
+def test_an_operand_that_is_a_copy_of_the_mask_stays_padded() -> None:
+    """Attention reads it by positions, and it is 0 at padding: it was taken for a tensor of tokens."""
+    g = Text()
+    model = g.end(g.layers(g.start()))
+    result, _ = unpadded(model, "off")
+    for node, roles in attentions(result):
+        node.input[3 + roles.index("pad")] = "copied_mask"
+    result.graph.node.insert(0, helper.make_node("Cast", ["attention_mask"], ["copied_mask"], to=BOOL, name="copy"))
+    symbolic, opset = Symbolic(result), opset_of(result)
+    regions = [r.region for r in find_regions(result, symbolic, opset) if r.region is not None]
+    written = emit_regions(result, symbolic, regions)
+    check_unpadded(written, 1)
+    check_same(model, written)
+
+
+def test_a_subgraph_reads_a_tensor_that_is_zero_at_padding() -> None:
+    g = Text()
+    x = g.layers(g.start())
+    hidden = str(g.add("Mul", x, g.unsqueeze(str(g.add("Cast", g.mask, to=FLOAT)), 2)))
+    axis, ends = g.constant([1]), g.constant([1])
+    branches = [
+        helper.make_graph([node], name, [], [helper.make_tensor_value_info(name, FLOAT, None)])
+        for name, node in (
+            ("all", helper.make_node("ReduceSum", [hidden, axis], ["all"], keepdims=0)),
+            ("some", helper.make_node("Slice", [hidden, g.constant([0]), ends, axis], ["some"])),
+        )
+    ]
+    is_long = g.add("Greater", g.add("ReduceSum", g.mask, g.constant([0, 1]), keepdims=0), g.constant(6))
+    chosen = g.add("If", is_long, then_branch=branches[0], else_branch=branches[1])
+    g.output(g.add("ReduceSum", chosen, g.constant([-1]), keepdims=0), "branch")
+    model = g.end(x, "mean")
+    result, report = unpadded(model)
+    assert all(r.replaced for r in rows_of(report))
+    check_same(model, result)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0), (1, 1)])
+def test_batches_without_a_token(shape: tuple[int, int]) -> None:
+    """Where the original takes them, so does what is written."""
+    g = Text()
+    model = g.end(g.layers(g.start()), "mean")
+    result, _ = unpadded(model)
+    check_unpadded(result, 1)
+    check_same(model, result, {"no tokens": np.zeros(shape, np.int64)})

@@ -87,14 +87,14 @@ def add_packed_inputs(
     opset = next(e.version for e in function.opset_import if not e.domain)
     b = Builder(opset, "p_")
     numbers = b.name()
-    b.nodes.append(_attribute_constant(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
+    b.nodes.append(attribute_constant(numbers, "value_ints", "packed", onnx.AttributeProto.INTS))
     sliced: dict[str, str] = {}
     for i, tensor in enumerate(("query", "key", "value")):
         if layouts[i] != Layout.BSN.value:
             continue  # not packed
         heads = b.name()
         target = "num_heads" if i == 0 else "kv_num_heads"
-        b.nodes.append(_attribute_constant(heads, "value_int", target, onnx.AttributeProto.INT))
+        b.nodes.append(attribute_constant(heads, "value_int", target, onnx.AttributeProto.INT))
         first, total = (b.add("Gather", [numbers, b.constant(2 * i + j)]) for j in range(2))
         size = b.add("Div", [_size(b, tensor, 2), total])
         start = b.add("Mul", [first, size])
@@ -117,7 +117,7 @@ def add_packed_inputs(
     return result
 
 
-def _attribute_constant(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
+def attribute_constant(name: str, kind: str, target: str, type_: int) -> onnx.NodeProto:
     """A Constant whose value is an attribute of the call."""
     node = helper.make_node("Constant", [], [name], name=name)
     reference = node.attribute.add()
@@ -144,14 +144,15 @@ def _select(
         return [*body.builder.nodes, *written]
     number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
     same = helper.make_node("Equal", [mask_id, f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
-    then = _branch(body.builder.nodes, results, f"then{i}")
+    then = make_branch(body.builder.nodes, results, f"then{i}")
     rest = _select(variants, i + 1, opset, scores, mask_id, result_names)
-    other = _branch(rest, [f"variant{i + 1}_{word}" for word in result_names], f"else{i}")
+    other = make_branch(rest, [f"variant{i + 1}_{word}" for word in result_names], f"else{i}")
     choose = helper.make_node("If", [f"s{i}_same"], outs, name=outs[0], then_branch=then, else_branch=other)
     return [number, same, choose]
 
 
-def _branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: str) -> onnx.GraphProto:
+def make_branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: str) -> onnx.GraphProto:
+    """A branch of an If: nodes, and the tensors that it gives."""
     # Some runtimes refuse a branch output that no node of the branch writes.
     outs = [f"{name}_result{i}" for i in range(len(results))]
     last = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
@@ -175,7 +176,7 @@ class _Frame:
         name = self.builder.name()
         real = target == "scale"
         type_ = onnx.AttributeProto.FLOAT if real else onnx.AttributeProto.INT
-        self.builder.nodes.append(_attribute_constant(name, "value_float" if real else "value_int", target, type_))
+        self.builder.nodes.append(attribute_constant(name, "value_float" if real else "value_int", target, type_))
         return name
 
     def scores(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import onnx
 
-from stof.graph.index import all_nodes
+from stof.graph.index import all_nodes, node_tensors
 
 
 def _with_suffix(name: str, number: int) -> str:
@@ -52,3 +52,21 @@ def name_nodes(model: onnx.ModelProto) -> None:
         if not node.name or node.name in seen:
             node.name = names.make(node.name or f"{node.op_type}_{node.output[0] if node.output else ''}")
         seen.add(node.name)
+
+
+def unused_prefix(graph: onnx.GraphProto, prefix: str) -> str:
+    """A prefix that no tensor of a graph or its subgraphs has: the wanted one, with more before it where it is taken."""
+    taken = {name for node in graph.node for name in node_tensors(node)}
+    taken |= {value.name for value in (*graph.input, *graph.initializer)}
+    while any(name.startswith(prefix) for name in taken):
+        prefix = f"_{prefix}"
+    return prefix
+
+
+def rename_tensor(graph: onnx.GraphProto, name: str, new: str) -> None:
+    """Gives a tensor another name where the nodes of a graph write and read it; those of subgraphs keep the old one."""
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for i, found in enumerate(names):
+                if found == name:
+                    names[i] = new

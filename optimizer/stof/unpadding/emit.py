@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from stof.graph.dead_code import remove_dead_code
-from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of, topological_order
+from stof.graph.index import DOMAIN, all_nodes, opset_of, topological_order
+from stof.graph.names import rename_tensor, unused_prefix
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
 from stof.symbolic import Symbolic
@@ -20,8 +21,6 @@ from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQ
 from stof.unpadding.region import ATTENTION, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
-
-_PADDED = "_padded"
 
 
 def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[UnpaddedRegion]) -> onnx.ModelProto:
@@ -33,15 +32,13 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
         regions: with no node in common.
     """
     written = copy_model(model)
-    taken = {n for node in all_nodes(written.graph.node) for n in node_tensors(node)}
-    taken |= {v.name for v in (*written.graph.input, *written.graph.initializer)}
     nodes: list[onnx.NodeProto] = []
     changed: set[str] = set()
     original: dict[str, str] = {}
     kinds: dict[int, Sequences] = {}
     sources: dict[int, tuple[str, str]] = {}
     for number, region in enumerate(regions):
-        builder = Builder(opset_of(model), _new_prefix(taken, f"stof_unpad{number}_"))
+        builder = Builder(opset_of(model), unused_prefix(model.graph, f"stof_unpad{number}_"))
         writer = _Writer(written, symbolic, region, builder, original)
         writer.rewrite()
         nodes += writer.builder.nodes
@@ -50,7 +47,7 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
             kinds[i] = Sequences.ALL if i in region.sites else Sequences.KEYS
             sources[i] = (writer.cumulative, writer.first_position)
     if kinds:
-        others = Builder(opset_of(model), _new_prefix(taken, "stof_unpad_"))
+        others = Builder(opset_of(model), unused_prefix(model.graph, "stof_unpad_"))
         _add_roles(written, kinds, sources, others)
         nodes += others.nodes
     written.graph.node.extend(nodes)
@@ -60,13 +57,6 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
     written.graph.value_info.extend(kept)
     remove_dead_code(written.graph, model.graph)
     return written
-
-
-def _new_prefix(taken: Iterable[str], prefix: str) -> str:
-    """The prefix, with more before it where tensors have it already."""
-    while any(name.startswith(prefix) for name in taken):
-        prefix = f"_{prefix}"
-    return prefix
 
 
 def _sort(graph: onnx.GraphProto) -> None:
@@ -170,11 +160,7 @@ class _Writer:
     def _keep_output(self, name: str) -> None:
         """An output of the model keeps its name, with rows of padding; the region writes a tensor of another name."""
         inner = f"{self.builder.prefix}{name}"
-        for node in self.graph.node:
-            for names in (node.input, node.output):
-                for j, found in enumerate(names):
-                    if found == name:
-                        names[j] = inner
+        rename_tensor(self.graph, name, inner)
         self.unpadded[inner] = self.unpadded.pop(name)
         self.original[inner] = name
         self._write_padded(inner, are_zero=True)
@@ -198,14 +184,16 @@ class _Writer:
             real = b.add("Not", [real])
         self.real = real
         zero, one = b.constant(0), b.constant(1)
-        number = b.add("Cast", [real], to=TensorProto.FLOAT)
+        # One more position, without a token: there is no largest one of none.
+        number = b.add("Pad", [b.add("Cast", [real], to=TensorProto.FLOAT), b.constant([0, 0, 0, 1])])
+        end = b.add("Sub", [self.length, one])
         first = b.add("ArgMax", [number], axis=1, keepdims=1)
-        last = b.add("ArgMax", [number], axis=1, keepdims=1, select_last_index=1)
+        last = b.add("Min", [b.add("ArgMax", [number], axis=1, keepdims=1, select_last_index=1), end])
         for position in sorted({r.position for r in self.region.reads}):
             at = b.constant(position) if position >= 0 else b.add("Add", [self.length, b.constant(position)])
             is_outside = b.add("Or", [b.add("Less", [at, first]), b.add("Greater", [at, last])])
             first = b.add("Where", [is_outside, zero, first])
-            last = b.add("Where", [is_outside, b.add("Sub", [self.length, one]), last])
+            last = b.add("Where", [is_outside, end, last])
         row = b.add("Range", [zero, self.length, one])
         before, behind = b.add("Less", [row, first]), b.add("Greater", [row, last])
         inside = b.add("Not", [b.add("Or", [before, behind])])
@@ -213,7 +201,7 @@ class _Writer:
             # Rare, as a text that is padded on the other side than its pooling expects: all rows stay.
             all_rows = self._are_read_outside(inside)
             first = b.add("Where", [all_rows, zero, first])
-            last = b.add("Where", [all_rows, b.add("Sub", [self.length, one]), last])
+            last = b.add("Where", [all_rows, end, last])
             inside = b.add("Or", [inside, all_rows])
         found = b.add("NonZero", [inside])
         self.sequences, self.positions = (b.add("Gather", [found, b.constant(i)]) for i in range(2))
@@ -287,9 +275,7 @@ class _Writer:
         if axes.merged:
             found = b.add("Gather", [tensor, self.rows], axis=axes.position)
         elif axes.is_whole:
-            rank = self._rank(source)
-            order = [axes.batch, axes.position, *(a for a in range(rank) if a not in axes.axes)]
-            perm = [a for a in order if a is not None]
+            perm = axes.in_front(self._rank(source))
             found = self._transposed(b.add("GatherND", [self._transposed(tensor, perm), self.index]), _inverse(perm))
         elif axes.position is not None:
             found = b.add("Gather", [tensor, self.positions], axis=axes.position)
@@ -350,12 +336,8 @@ class _Writer:
         dtype = self.symbolic.dtype(self.original.get(name, name))
         zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(dtype))
         fill = helper.make_tensor("value", dtype, [1], zero.tobytes(), raw=True)
-        if axes.merged:
-            perm = [axes.position or 0, *(a for a in range(len(shape)) if a != axes.position)]
-            index = b.unsqueeze(self.rows, [1])
-        else:
-            perm = [axes.batch or 0, axes.position or 0, *(a for a in range(len(shape)) if a not in axes.axes)]
-            index = self.index
+        perm = axes.in_front(len(shape))
+        index = b.unsqueeze(self.rows, [1]) if axes.merged else self.index
         zeros = b.add("ConstantOfShape", [self._sizes([shape[a] for a in perm], axes.merged)], value=fill)
         tokens = self._transposed(name, perm)
         if are_zero:

@@ -9,6 +9,7 @@ from enum import Enum
 import onnx
 from onnx import TensorProto, helper
 
+from stof.attention.function_body import attribute_constant, make_branch
 from stof.graph.node_builder import Builder
 from stof.unpadding.rules import layout_axes
 
@@ -57,10 +58,7 @@ class _Body:
         """The function."""
         b = self.builder
         kind = b.name()
-        constant = helper.make_node("Constant", [], [kind], name=kind)
-        reference = constant.attribute.add()
-        reference.name, reference.ref_attr_name, reference.type = "value_int", SEQUENCES, onnx.AttributeProto.INT
-        b.nodes.append(constant)
+        b.nodes.append(attribute_constant(kind, "value_int", SEQUENCES, onnx.AttributeProto.INT))
         names = {}
         for i, tensor in enumerate(("query", "key", "value")):
             packed = {Sequences.ALL} if i == 0 else {Sequences.ALL, Sequences.KEYS}
@@ -94,8 +92,8 @@ class _Body:
             return work(b, tensor, layout)
         inner = Builder(self.opset, f"q_{tensor}_")
         converted = work(inner, tensor, layout)
-        then = _branch(inner.nodes, converted, f"{tensor}_packed")
-        other = _branch([], tensor, f"{tensor}_as_it_is")
+        then = make_branch(inner.nodes, [converted], f"{tensor}_packed")
+        other = make_branch([], [tensor], f"{tensor}_as_it_is")
         conditions = [b.add("Equal", [kind, b.constant(p.value)]) for p in sorted(packed, key=lambda p: p.value)]
         condition = conditions[0] if len(conditions) == 1 else b.add("Or", conditions)
         return b.add("If", [condition], then_branch=then, else_branch=other)
@@ -144,9 +142,3 @@ class _Body:
         count = b.add("Gather", [self._cumulative(b), b.constant(-1)])
         packed = b.unsqueeze(b.add("GatherND", [rows, self._index(b, count)]), [0])
         return b.add("Transpose", [packed], perm=[0, 2, 1, 3]) if is_bhsd else packed
-
-
-def _branch(nodes: Sequence[onnx.NodeProto], result: str, name: str) -> onnx.GraphProto:
-    out = f"{name}_result"  # some runtimes refuse a branch output that no node of the branch writes
-    last = helper.make_node("Identity", [result], [out], name=out)
-    return helper.make_graph([*nodes, last], name, [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, None)])

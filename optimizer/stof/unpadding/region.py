@@ -70,7 +70,6 @@ class UnpaddedRegion:
         nodes: what is known of each of them, by its index in the graph.
         sites: of these, the StofAttention nodes of which query, key and value are unpadded.
         cross_sites: StofAttention nodes, none of the region, of which key and value are.
-        tokens: the axes of the tokens, by tensor.
         reads: the positions that other nodes read.
         index_reads: the rows that other nodes read by indices.
         zero: of the tensors that it writes, those that are 0 in all rows of padding anyway.
@@ -83,7 +82,6 @@ class UnpaddedRegion:
     nodes: Mapping[int, RowWise]
     sites: frozenset[int]
     cross_sites: frozenset[int]
-    tokens: Mapping[str, TokenAxes]
     reads: tuple[PositionRead, ...] = ()
     index_reads: tuple[IndexRead, ...] = ()
     zero: frozenset[str] = frozenset()
@@ -97,6 +95,11 @@ class UnpaddedRegion:
             for name, axes in zip(nodes[i].output, row_wise.outputs, strict=False)
             if name and axes is not None
         }
+
+    def zero_outputs(self, graph: onnx.GraphProto) -> list[str]:
+        """The outputs of a graph that get zeros as rows of padding."""
+        unpadded = self.unpadded(graph.node)
+        return [o.name for o in graph.output if o.name in unpadded and o.name not in self.zero]
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,11 @@ class _Analysis:
         }
         inside = self._connected(inside)
         sites = frozenset(i for i in inside if i in self.attentions)
-        cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(i, inside))
+        written = {n for i in inside for n in self.nodes[i].output}
+        cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(self.nodes[i], written))
         if not sites:
             return self._refusal(self._find_cause())
-        region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross, self.tokens)
+        region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross)
         unpadded = region.unpadded(self.nodes)
         region = replace(
             region,
@@ -250,8 +251,7 @@ class _Analysis:
         wanted = [layout_axes(layout) for layout in layouts]
         if any(context.axes_of(i) != wanted[i] for i in range(3)):
             return None
-        results = context.attribute("results")
-        if results is not None and results.s:
+        if _gives_more(context.node):
             return None
         return RowWise((wanted[3],), dict(enumerate(wanted[:3])), None, frozenset({1, 2}))
 
@@ -286,7 +286,7 @@ class _Analysis:
             if output.name in self.tokens and output.name not in self.zero_outputs:
                 self._need([output.name], f"output {output.name!r} has a row for every position")
         for name in self.captured & self.tokens.keys():
-            self._need([name], f"a subgraph reads {name!r}")
+            self.needed.setdefault(name, f"a subgraph reads {name!r}")  # by its name, with all its rows
         for i in reversed(range(len(self.nodes))):
             node = self.nodes[i]
             names = [n for n in node.input if n in self.tokens]
@@ -297,8 +297,8 @@ class _Analysis:
                 if not self._is_unread(node):
                     cause = next(self.needed[n] for n in node.output if n in self.needed)
                     self._need([n for j, n in enumerate(node.input) if j not in row_wise.ignored], cause)
-                if i in self.attentions:  # operands, which the operator reads by positions
-                    self._need([n for n in node.input[3:] if n != self.mask.tensor], f"{describe(node)} reads it")
+                if i in self.attentions:
+                    self._need_operands(node)
             elif is_standard(node) and node.op_type == "Shape":
                 self.sizes[i] = node.input[0]
             elif (position := self._read_position(node)) is not None:
@@ -315,14 +315,20 @@ class _Analysis:
             if name in self.tokens and name not in self.zero:
                 self.needed.setdefault(name, cause)
 
+    def _need_operands(self, node: onnx.NodeProto) -> None:
+        """What attention reads by positions, whichever tokens there are: also where it is 0 at padding."""
+        for name in node.input[3:]:
+            if name in self.tokens and name != self.mask.tensor:
+                self.needed.setdefault(name, f"{describe(node)} reads it by positions")
+
     def _need_attention(self, i: int, node: onnx.NodeProto) -> None:
         """An attention that is not row-wise: under this mask, keys and values at padding are not read all the same."""
         layouts = attention_layouts(node)
-        for j, name in enumerate(node.input):
+        for j, name in enumerate(node.input[:3]):
             is_masked = i in self.attentions and j in (1, 2) and self.tokens.get(name) == layout_axes(layouts[j])
-            is_operand = j > 2  # the operator reads them by positions, whichever tokens there are
-            if not is_masked and not (is_operand and name == self.mask.tensor):
+            if not is_masked:
                 self._need([name], f"{describe(node)} reads rows of padding")
+        self._need_operands(node)
 
     def _read_position(self, node: onnx.NodeProto) -> int | None:
         """The position that a node reads of each sequence; None: it reads others, too."""
@@ -412,16 +418,13 @@ class _Analysis:
         kept = {find(i) for i in inside if i in self.attentions}
         return {i: row_wise for i, row_wise in inside.items() if find(i) in kept}
 
-    def _has_unpadded_keys(self, i: int, inside: Mapping[int, RowWise]) -> bool:
-        """Whether key and value of an attention are written in the region, and nothing else of it."""
-        node = self.nodes[i]
-        written = {n for j in inside for n in self.nodes[j].output}
+    def _has_unpadded_keys(self, node: onnx.NodeProto, written: set[str]) -> bool:
+        """Whether key and value of an attention are among what the region writes, and its query is not."""
         layouts = attention_layouts(node)
-        results = [a.s for a in node.attribute if a.name == "results"]
         return (
             all(node.input[j] in written and self.tokens[node.input[j]] == layout_axes(layouts[j]) for j in (1, 2))
             and node.input[0] not in written
-            and not any(results)
+            and not _gives_more(node)
         )
 
     def _find_cause(self) -> str:
@@ -436,3 +439,8 @@ class _Analysis:
                 if sources:
                     return f"the tokens in {sources[0]!r} could not be followed"
         return "its attention is not between tokens of one text"
+
+
+def _gives_more(attention: onnx.NodeProto) -> bool:
+    """Whether a node has further results, which packed sequences do not have."""
+    return any(a.s for a in attention.attribute if a.name == "results")

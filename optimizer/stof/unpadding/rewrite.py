@@ -77,7 +77,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
     plan_format = EntryFormat("padding mask", read_unpad_plan)
 
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> PaddedBatches:
-        if job.options.unpad == "off" or (job.plan is not None and KEY not in job.plan.entries):
+        if _is_left_out(job):
             return PaddedBatches()
         before = model()
         if not any(n.domain == DOMAIN and n.op_type == ATTENTION and find_pad_mask(n) for n in before.graph.node):
@@ -92,36 +92,35 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
         return batches  # a region is frozen, and no kernel chooses by it
 
     def decide(self, job: Job, described: PaddedBatches) -> Decisions:
-        if job.options.unpad == "off" or (job.plan is not None and KEY not in job.plan.entries):
+        if _is_left_out(job):
             return LeftOut(self, _OFF)
         candidates = [NamedCandidate(r.mask.tensor, i) for i, r in enumerate(described.results)]
         self.check_plan(job, candidates)
         rows: list[UnpadReport] = []
         regions: list[UnpaddedRegion] = []
         for candidate, result in zip(candidates, described.results, strict=True):
-            outputs = _zero_outputs(described.model, result)
-            reason = result.reason if result.region is None else ""
-            if outputs and result.region is not None and (missing := find_missing(job.model, result.region)):
+            region, model = result.region, described.model
+            outputs = () if region is None or model is None else tuple(region.zero_outputs(model.graph))
+            reason = result.reason if region is None else ""
+            if outputs and region is not None and (missing := find_missing(job.model, region)):
                 reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
             reason = self.choice(job).reason_kept(candidate, reason)
             row = UnpadReport(candidate.name, candidate.index, False, reason, of_attentions=result.attentions)
-            if reason or result.region is None:
+            if reason or region is None or model is None or described.symbolic is None:
                 rows.append(row)
                 continue
-            regions.append(result.region)
-            assert described.model is not None
-            assert described.symbolic is not None
+            regions.append(region)
             rows.append(
                 replace(
                     row,
                     replaced=True,
                     reason="replaced",
-                    nodes=len(result.region.nodes),
-                    attentions=len(result.region.sites),
-                    keys_only=len(result.region.cross_sites),
-                    gains=estimate_gains(described.model, described.symbolic, [result.region]),
+                    nodes=len(region.nodes),
+                    attentions=len(region.sites),
+                    keys_only=len(region.cross_sites),
+                    gains=estimate_gains(model, described.symbolic, [region]),
                     zero_outputs=outputs,
                     rest=result.reason,
                 )
@@ -138,24 +137,19 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
 
     def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
         assert isinstance(decided, UnpadDecisions)
-        changed = [r for r in decided.regions if _zero_outputs_of(decided.batches.model, r)]
-        batches = decided.batches
-        return with_zero_rows(model, batches.model, batches.symbolic, changed) if changed else model
+        before, symbolic = decided.batches.model, decided.batches.symbolic
+        if before is None or symbolic is None:
+            return model
+        changed = [r for r in decided.regions if r.zero_outputs(before.graph)]
+        return with_zero_rows(model, before, symbolic, changed) if changed else model
 
     def empty_section(self) -> UnpadSection:
         return UnpadSection()
 
 
-def _zero_outputs(model: onnx.ModelProto | None, result: MaskResult) -> tuple[str, ...]:
-    return () if result.region is None else tuple(_zero_outputs_of(model, result.region))
-
-
-def _zero_outputs_of(model: onnx.ModelProto | None, region: UnpaddedRegion) -> list[str]:
-    """The outputs of the model that get zeros as rows of padding."""
-    if model is None:
-        return []
-    unpadded = region.unpadded(model.graph.node)
-    return [o.name for o in model.graph.output if o.name in unpadded and o.name not in region.zero]
+def _is_left_out(job: Job) -> bool:
+    """Whether options or a plan without a word about padding leave all rows in."""
+    return job.options.unpad == "off" or (job.plan is not None and KEY not in job.plan.entries)
 
 
 UNPADDING = UnpadRewrite()

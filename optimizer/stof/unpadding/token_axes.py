@@ -46,6 +46,11 @@ class TokenAxes:
             position=None if self.position is None else places[self.position],
         )
 
+    def in_front(self, rank: int) -> list[int]:
+        """The permutation of so many axes that brings them to the front."""
+        own = [a for a in (self.batch, self.position) if a is not None]
+        return own + [a for a in range(rank) if a not in own]
+
     def shifted(self, by: int) -> TokenAxes:
         """The axes with ``by`` more axes before them."""
         return TokenAxes(

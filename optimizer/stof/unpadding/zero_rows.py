@@ -9,6 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.graph.index import opset_of
+from stof.graph.names import rename_tensor, unused_prefix
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
 from stof.symbolic import Symbolic
@@ -24,8 +25,8 @@ def find_missing(model: onnx.ModelProto, region: UnpaddedRegion) -> str:
 
 def with_zero_rows(
     model: onnx.ModelProto,
-    unpadded: onnx.ModelProto | None,
-    symbolic: Symbolic | None,
+    unpadded: onnx.ModelProto,
+    symbolic: Symbolic,
     regions: Sequence[UnpaddedRegion],
 ) -> onnx.ModelProto:
     """A copy of the original in which outputs have zeros as rows of padding. Those of a sequence without a real token stay.
@@ -36,20 +37,15 @@ def with_zero_rows(
         symbolic: of that model.
         regions: those with outputs of the model.
     """
-    assert unpadded is not None
-    assert symbolic is not None
     written = copy_model(model)
     for number, region in enumerate(regions):
         tensors = region.unpadded(unpadded.graph.node)
-        axes = {
-            o.name: tensors[o.name] for o in written.graph.output if o.name in tensors and o.name not in region.zero
-        }
-        builder = Builder(opset_of(model), f"stof_zero{number}_")
+        builder = Builder(opset_of(model), unused_prefix(written.graph, f"stof_zero{number}_"))
         inside = _find_rows(builder, region)
-        for name, own in axes.items():
+        for name in region.zero_outputs(unpadded.graph):
             shape = symbolic.shape(name)
             assert shape is not None
-            _mask_output(written.graph, builder, (name, symbolic.dtype(name), len(shape)), own, inside)
+            _mask_output(written.graph, builder, (name, symbolic.dtype(name), len(shape)), tensors[name], inside)
         written.graph.node.extend(builder.nodes)
     return written
 
@@ -80,17 +76,9 @@ def _mask_output(
     """Puts a Where behind what writes an output, of which name, type and rank are given."""
     name, dtype, rank = output
     inner = f"{b.prefix}{name}"
-    for node in graph.node:
-        for names in (node.input, node.output):
-            for j, found in enumerate(names):
-                if found == name:
-                    names[j] = inner
-    if axes.merged:
-        rows = b.add("Reshape", [inside, b.constant([-1])])
-        rest = [a for a in range(rank) if a != axes.position]
-    else:
-        rows = inside
-        rest = [a for a in range(rank) if a not in axes.axes]
+    rename_tensor(graph, name, inner)
+    rows = b.add("Reshape", [inside, b.constant([-1])]) if axes.merged else inside
+    rest = [a for a in range(rank) if a not in axes.axes]
     condition = b.unsqueeze(rows, rest) if rest else rows
     wide = dtype if dtype in _CHOSEN else _WIDER.get(dtype, TensorProto.INT64)
     rows = b.add("Cast", [inner], to=wide)

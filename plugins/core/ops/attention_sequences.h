@@ -30,7 +30,7 @@ struct PaddedLength {
 };
 Status FindPaddedLength(const AttentionAttributes& attributes, const Tensor* inputs, PaddedLength* padded);
 
-// The sequences of a run on the CPU.
+// The sequences of one call on the CPU.
 class HostSequences {
  public:
   // Reads and checks the operands, and sets S and T of the padded problem.
