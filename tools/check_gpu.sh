@@ -83,6 +83,9 @@ if wave 1; then
   suite append 75 CudaAppend
   suite cached 200 CudaCachedAttention
   suite cached-8.0 200 CudaCachedAttention STOF_CUDA_CAPABILITY=80
+  suite packed 150 CudaAttentionOfPackedSequences
+  suite packed-8.0 150 CudaAttentionOfPackedSequences STOF_CUDA_CAPABILITY=80
+  suite packed-edges 75 CudaPackedSequences
   suite key-columns 150 CudaKeyColumns
   suite key-columns-8.0 150 CudaKeyColumns STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
@@ -163,6 +166,9 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-append 80 CudaAppend memcheck STOF_SAMPLE=5
   suite memcheck-cached 80 CudaCachedAttention memcheck STOF_SAMPLE=9
   suite racecheck-append 80 CudaAppend racecheck STOF_SAMPLE=17
+  suite memcheck-packed 80 CudaAttentionOfPackedSequences memcheck STOF_SAMPLE=9
+  suite memcheck-packed-edges 80 CudaPackedSequences memcheck
+  suite racecheck-packed-8.0 80 CudaAttentionOfPackedSequences racecheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80
   [ "$capability" = 9.0 ] && suite memcheck-9.0 80 CudaAttentionSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=13
   [ "$capability" = 9.0 ] && suite memcheck-9.0-drawn 80 CudaAttentionSm90 memcheck STOF_CUDA_KERNEL=4 STOF_CUDA_MULTIPROCESSORS=2 STOF_SAMPLE=9
   [ "$capability" = 9.0 ] && suite memcheck-9.0-splits 80 CudaSplitsSm90 memcheck STOF_CUDA_COLD=1 STOF_SAMPLE=7
