@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import onnx
@@ -30,6 +30,9 @@ from bench.texts.text_models import (
 )
 from stof.options import Options
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 CUDA_PRECISIONS = ("float16",)
 PACKED, CAPACITY = "packed", "capacity"
 CUDA_KINDS = (EXPORTED, TRANSFORMERS, PACKED, PADDED, UNPADDED, CAPACITY)
@@ -37,6 +40,7 @@ _PACKED_OPERATORS = ("PackedAttention", "PackedMultiHeadAttention")
 _CAPACITY_STEP = 128  # tokens
 _CAPACITY_OPTION = "unpad_capacity"
 
+AnyOptions = TypeVar("AnyOptions", bound="DataclassInstance")
 Shapes = Mapping[str, tuple[int, int]]
 
 
@@ -78,11 +82,8 @@ def write_capacity_file(
     found = replace(files, paths=dict(files.paths), missing=dict(files.missing), facts=dict(files.facts))
 
     def make(path: Path) -> dict[str, Any]:
-        options = _options("auto", shapes, capability)
-        if _CAPACITY_OPTION not in {field.name for field in fields(options)}:
-            raise Unavailable(f"this version of stof has no option {_CAPACITY_OPTION}")
-        held: dict[str, Any] = {_CAPACITY_OPTION: tokens}
-        return optimize_texts(files.paths[EXPORTED], path, replace(options, **held))
+        options = set_capacity(_options("auto", shapes, capability), tokens)
+        return optimize_texts(files.paths[EXPORTED], path, options)
 
     make_kinds(found, {CAPACITY: make}, kinds, folder / f"float16.{tokens}")
     return found
@@ -92,6 +93,18 @@ def choose_capacity(batches: Sequence[Mapping[str, np.ndarray]]) -> int:
     """The tokens of the batch with the most real ones, as a multiple of 128."""
     most = max(int(feeds["attention_mask"].sum()) for feeds in batches)
     return _CAPACITY_STEP * math.ceil(most / _CAPACITY_STEP)
+
+
+def set_capacity(options: AnyOptions, tokens: int) -> AnyOptions:
+    """Options with the capacity of a captured graph.
+
+    Raises:
+        Unavailable: where stof has no such option.
+    """
+    if _CAPACITY_OPTION not in {field.name for field in fields(options)}:
+        raise Unavailable(f"this version of stof has no option {_CAPACITY_OPTION}")
+    given: dict[str, Any] = {_CAPACITY_OPTION: tokens}
+    return replace(options, **given)
 
 
 def _options(unpad: str, shapes: Shapes, capability: int) -> Options:

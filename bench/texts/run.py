@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from time import monotonic
 
 from bench.core.candidate import select
 from bench.core.point import describe_failure, measure_point
@@ -167,7 +167,7 @@ def measure_models(bench: TextBench) -> int:
     Returns:
         0; 3 where stof could not run one, or a point was not measured.
     """
-    arguments, begin = bench.arguments, time.monotonic()
+    arguments, begin = bench.arguments, monotonic()
     names = [MODELS[name] for name in arguments.models or DEFAULT_MODELS]
     points = [(model, precision) for model in names for precision in choose_precisions(bench)]
     chosen = {model.name: choose_lengths(model, arguments.lengths) for model in names}
@@ -177,7 +177,7 @@ def measure_models(bench: TextBench) -> int:
             files: TextFiles | None = None
             for lengths, rows in ((name, rows) for name in chosen[model.name] for rows in arguments.batch):
                 title = f"{model.name} {precision}, {lengths}, batches of {rows}"
-                if arguments.limit is not None and time.monotonic() - begin > arguments.limit:
+                if arguments.limit is not None and monotonic() - begin > arguments.limit:
                     lost.append(f"{title}: the time was over")
                     continue
                 if files is None:

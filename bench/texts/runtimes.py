@@ -121,6 +121,7 @@ class CudaRuntime:
             raise Unavailable("torch finds no CUDA device")
         self.torch.set_grad_enabled(False)
         self.stream = self.torch.cuda.Stream()
+        self.torch.cuda.set_stream(self.stream)
         self._options: Any = None
 
     def open(self, engine: str, path: Path, batches: Sequence[Feeds]) -> RunBatch:
@@ -140,8 +141,7 @@ class CudaRuntime:
         return found
 
     def copy(self, source: Any, target: Any) -> None:
-        with self.torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def read(self, buffer: Any) -> np.ndarray:
         self.torch.cuda.synchronize()
