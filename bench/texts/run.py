@@ -17,6 +17,7 @@ from bench.texts.candidates import CANDIDATES, TextCandidate
 from bench.texts.cuda import CudaTextDevice, CudaTextPoint, CudaTextProblem
 from bench.texts.cuda_candidates import CUDA_CANDIDATES
 from bench.texts.cuda_models import (
+    CAPACITY,
     CUDA_PRECISIONS,
     choose_capacity,
     shape_ranges,
@@ -28,7 +29,7 @@ from bench.texts.lengths import LENGTHS, TextWindow
 from bench.texts.memory import measure_memory
 from bench.texts.problem import TextDevice, TextProblem
 from bench.texts.runtimes import STOF, CpuRuntime, CudaRuntime
-from bench.texts.text_models import DEFAULT_MODELS, MODELS, PRECISIONS, TextFiles, TextModel, write_files
+from bench.texts.text_models import DEFAULT_MODELS, MODELS, PRECISIONS, UNPADDED, TextFiles, TextModel, write_files
 from stof.bench.results import Record, store
 from stof.files import temporary_folder
 from stof.terminal import say
@@ -202,6 +203,6 @@ def measure_models(bench: TextBench) -> int:
 
 def _has_failed(record: Record, candidates: Sequence[TextCandidate]) -> bool:
     """Whether a candidate of stof has no time, or left the padding where it should not."""
-    kept = record["files"].get("unpadded", {}).get("padded_because")
+    kept = any("padded_because" in record["files"].get(kind, {}) for kind in (UNPADDED, CAPACITY))
     own = [c.name for c in candidates if c.engine == STOF]
-    return bool(kept) or any("us" not in record["peers"][name] for name in own)
+    return kept or any("us" not in record["peers"][name] for name in own)
