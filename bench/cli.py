@@ -49,6 +49,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "search":
         return _search(arguments)
+    if arguments.command == "texts" and arguments.device == "cuda":
+        from bench.texts.run import run_on_gpu
+
+        return run_on_gpu(arguments)
     if arguments.command == "attention" and arguments.device == "cuda":
         return _attention_on_gpu(arguments)
     if arguments.command == "model" and (arguments.device == "cuda" or arguments.prepare):

@@ -10,6 +10,7 @@ from bench.gpu import tables as gpu_tables
 from bench.gpu.summary import geomean
 from bench.gpu.tables import table
 from bench.texts.table import tabulate as tabulate_texts
+from bench.texts.table import tabulate_gpu as tabulate_gpu_texts
 from stof.bench.results import Record, read
 
 _HEAD = """<!-- Written by `python -m bench table -o docs/reference/numbers.md` from docs/results; do not edit. -->
@@ -48,6 +49,10 @@ def document(results: Path) -> str:
         gpu = gpu_tables.device(folder)
         if gpu is not None:
             lines += [f"## {gpu}", "", *gpu_tables.summary_lines(folder, results)]
+        if found := read(folder / "texts-cuda.json"):
+            if gpu is None:
+                lines += [f"## {found[0]['machine']['device']}", "", f"Library {_versions(found)}\n"]
+            lines += tabulate_gpu_texts(found)
         if found := [*attention, *sites, *models, *decoders, *texts]:
             machine = found[0]["machine"]
             lines += [f"## {machine['device']}, {machine['isa']}", "", _machine(found)]
@@ -66,15 +71,20 @@ def _time(us: float) -> str:
 
 def _machine(records: Sequence[Record]) -> str:
     machine = records[0]["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in sorted({v for r in records for v in r["machine"]["versions"].items()}))
-    dates = sorted(r["machine"]["date"][:10] for r in records)
-    libraries = ", ".join(sorted({r["machine"]["library"] for r in records}))
     rates = [r["machine"]["fma_gflops"] for r in records]
     read_rates = [r["machine"]["read_gbps"] for r in records]
     return (
-        f"{machine['cpus']} CPUs; library build {libraries}; {versions}; {dates[0]} to {dates[-1]}. FMA rate "
+        f"{machine['cpus']} CPUs; library {_versions(records)} FMA rate "
         f"{min(rates):.0f} to {max(rates):.0f} GFLOP/s, read bandwidth {min(read_rates):.1f} to {max(read_rates):.1f} GB/s.\n"
     )
+
+
+def _versions(records: Sequence[Record]) -> str:
+    """The builds and versions that were measured, and when."""
+    versions = ", ".join(f"{k} {v}" for k, v in sorted({v for r in records for v in r["machine"]["versions"].items()}))
+    dates = sorted(r["machine"]["date"][:10] for r in records)
+    libraries = ", ".join(sorted({r["machine"]["library"] for r in records}))
+    return f"build {libraries}; {versions}; {dates[0]} to {dates[-1]}."
 
 
 def _attention(records: Sequence[Record]) -> list[str]:

@@ -12,6 +12,7 @@ from bench.cpu import cases, sparse_mlp
 from bench.decoder import mlp_models
 from bench.gpu.cases import GRIDS
 from bench.texts import text_models
+from bench.texts.cuda_models import CUDA_PRECISIONS
 from bench.texts.lengths import LENGTHS
 from stof.bench.cli import add_model_options
 from stof.tensorrt.describe_installation import describe_installation
@@ -109,20 +110,23 @@ def _add_model(commands: Commands) -> None:
 
 
 def _add_texts(commands: Commands) -> None:
-    texts = commands.add_parser("texts", help="models that embed and rerank, on batches of padded texts, on the CPU")
+    texts = commands.add_parser("texts", help="models that embed and rerank, on batches of padded texts")
+    texts.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     default = ", ".join(text_models.DEFAULT_MODELS)
     texts.add_argument(
         "--models", nargs="+", choices=list(text_models.MODELS), default=None, help=f"default: {default}"
     )
-    texts.add_argument("--precisions", nargs="+", choices=text_models.PRECISIONS, default=list(text_models.PRECISIONS))
+    precisions = (*text_models.PRECISIONS, *CUDA_PRECISIONS)
+    texts.add_argument("--precisions", nargs="+", choices=precisions, default=None, help="default: all of the device")
     texts.add_argument(
         "--lengths", nargs="+", choices=list(LENGTHS), default=None, help="of the texts; default: the model's"
     )
     texts.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
-    texts.add_argument("--batch", type=int, default=32, metavar="B", help="texts of a batch (32)")
+    texts.add_argument("--batch", nargs="+", type=int, default=[32], metavar="B", help="texts of a batch (32)")
     texts.add_argument("--batches", type=int, default=2, metavar="N", help="run in each order, of 1,024 texts (2)")
     texts.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
-    texts.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
+    texts.add_argument("--no-memory", action="store_true", help="do not measure peak memory, as on a GPU")
+    texts.add_argument("--limit", type=float, metavar="SECONDS", help="begin no point after that")
     _add_runs(texts, threads=[2])
     texts.set_defaults(results=RESULTS / "texts")
 

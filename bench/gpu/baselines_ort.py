@@ -6,7 +6,7 @@ LongformerAttention is not among them: it projects hidden states itself, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,13 @@ def session(
     stof: bool = False,
     profile: str | None = None,
     fallback: bool = False,
+    sizes: Mapping[str, int] | None = None,
     **provider: str,
 ) -> Any:
     """A session on the CUDA provider that queues its work on a torch stream.
 
-    ``fallback``: nodes without a CUDA kernel run on the CPU; else such a model is refused.
+    ``fallback``: nodes without a CUDA kernel run on the CPU; else such a model is refused. ``sizes`` of symbolic dimensions are
+    fixed, by name.
     """
     ort = require("onnxruntime")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
@@ -46,6 +48,8 @@ def session(
     options.log_severity_level = 4
     if not fallback:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    for name, size in (sizes or {}).items():
+        options.add_free_dimension_override_by_name(name, size)
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = profile

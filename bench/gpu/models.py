@@ -72,7 +72,7 @@ class _ModelVariant:
             self._run()
         self.stream.synchronize()
 
-    def _session(self, profile: str | None = None, **provider: str) -> Any:
+    def _session(self, profile: str | None = None, **provider: Any) -> Any:
         return session(str(self.path), self.stream, stof=True, profile=profile, fallback=True, **provider)
 
     def bind(self, found: Any) -> Any:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of padded texts on the CPU: useful tokens a second of stof and its peers, and the peak of their memory."""
+"""Batches of padded texts on a CPU or a GPU: useful tokens a second of stof and its peers, memory, and kernels' time."""

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs batches of texts: ONNX Runtime, OpenVINO and stof, in the order of arrival or sorted by length."""
+"""What runs batches of texts on the CPU: ONNX Runtime, OpenVINO and stof, in the order of arrival or sorted by length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.core.candidate import Candidate, Runner, Unavailable, require
-from bench.core.point import describe_failure
+from bench.core.candidate import Candidate, Runner
+from bench.texts.runtimes import OPENVINO, STOF
 from bench.texts.text_models import EXPORTED, PADDED, TRANSFORMERS, UNPADDED
-from stof.bench.sessions import session
 
 if TYPE_CHECKING:
     from bench.texts.problem import TextProblem
-
-Feeds = Mapping[str, np.ndarray]
-RunBatch = Callable[[Feeds], np.ndarray]
-OPENVINO = "openvino"
-STOF = "stof"
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class TextRunner(Runner):
 
 
 @dataclass(frozen=True)
-class TextCandidate(Candidate["TextProblem", int, Runner]):
+class TextCandidate(Candidate["TextProblem", Any, Runner]):
     """A candidate of a point.
 
     Attributes:
@@ -50,56 +42,13 @@ class TextCandidate(Candidate["TextProblem", int, Runner]):
     is_sorted: bool = False
 
 
-def open_model(engine: str, path: Path, batches: Sequence[Feeds], threads: int) -> RunBatch:
-    """Loads a model; a function that runs a batch and gives its output.
-
-    Args:
-        engine: "ort", "stof" or "openvino".
-        path: of the model.
-        batches: those that it will run.
-        threads: that the runtime may use.
-
-    Raises:
-        Unavailable: when the engine is not installed or refuses the model.
-    """
-    if engine == OPENVINO:
-        return _open_openvino(path, batches, threads)
-    loaded = session(str(path), threads, stof=engine == STOF)
-
-    def run(feeds: Feeds) -> np.ndarray:
-        found: np.ndarray = loaded.run(None, feeds)[0]
-        return found
-
-    return run
-
-
-def _open_openvino(path: Path, batches: Sequence[Feeds], threads: int) -> RunBatch:
-    """OpenVINO in fp32, with fixed sizes where all batches have the same."""
-    ov = require("openvino")
-    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-    shapes = {tuple(feeds["input_ids"].shape) for feeds in batches}
-    try:
-        core = ov.Core()
-        model = core.read_model(str(path))
-        if len(shapes) == 1:
-            model.reshape({name: list(array.shape) for name, array in batches[0].items()})
-        request = core.compile_model(model, "CPU", settings).create_infer_request()
-    except Exception as error:  # OpenVINO raises types of its own, which differ by version
-        raise Unavailable(describe_failure(error)) from error
-
-    def run(feeds: Feeds) -> np.ndarray:
-        request.infer(dict(feeds), share_inputs=True)
-        return np.array(request.get_output_tensor(0).data)
-
-    return run
-
-
 def _make(name: str, label: str, kind: str, engine: str = "ort", is_sorted: bool = False) -> TextCandidate:
     """A candidate whose model runs the batches of its order."""
 
     def build(problem: TextProblem, threads: int) -> Runner:
+        del threads  # the problem's runtime has as many
         batches = problem.batches(is_sorted).feeds
-        run_batch = problem.model(engine, kind, threads)
+        run_batch = problem.model(engine, kind)
 
         def run() -> None:
             for feeds in batches:

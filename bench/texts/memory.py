@@ -11,8 +11,9 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from bench.texts.candidates import CANDIDATES, open_model
+from bench.texts.candidates import CANDIDATES
 from bench.texts.problem import TextProblem
+from bench.texts.runtimes import CpuRuntime
 from bench.texts.text_models import TextFiles
 from stof.bench.memory import measure_run, peak_memory, read_feeds
 from stof.bench.results import Record
@@ -52,7 +53,7 @@ def main() -> int:
     """Loads a model, resets the peak, runs once, prints."""
     model, path, threads, engine = sys.argv[1:]
     feeds = read_feeds(path)
-    run_batch = open_model(engine, Path(model), [feeds], int(threads))
+    run_batch = CpuRuntime(int(threads)).open(engine, Path(model), [feeds])
     say(strict_json.dumps(measure_run(lambda: run_batch(feeds))))
     return 0
 

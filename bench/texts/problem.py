@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,18 @@ import numpy as np
 from bench.core.candidate import Runner, Unavailable
 from bench.core.problem import PointProblem
 from bench.cpu.device import CpuDevice
-from bench.texts.candidates import CANDIDATES, OPENVINO, RunBatch, TextRunner, open_model
+from bench.texts.candidates import CANDIDATES, TextRunner
+from bench.texts.cuda_candidates import CUDA_CANDIDATES
 from bench.texts.lengths import TextBatches, TextWindow
+from bench.texts.runtimes import OPENVINO, RunBatch, TextRuntime
 from bench.texts.text_models import EXPORTED, TextFiles, TextModel
 from stof.bench.measure import Timing
 from stof.bench.results import Record
 
-_TOLERANCE = 1e-4  # of fp32
-_QUANTIZATION = 2.0  # times what quantization changes: two roundings that have nothing in common differ by 1.4 times
-_CANDIDATES = {candidate.name: candidate for candidate in CANDIDATES}
+_TOLERANCE = {"fp32": 1e-4, "int8": 1e-4, "float16": 1e-3}
+_ROUNDING = 2.0  # times what a precision changes: two roundings that have nothing in common differ by 1.4 times
+_CANDIDATES = {candidate.name: candidate for candidate in (*CUDA_CANDIDATES, *CANDIDATES)}
+_OWN = {"ratio": "stof", "ratio_sorted": "stof-sorted", "ratio_captured": "stof-captured"}
 
 
 class TextProblem(PointProblem):
@@ -27,15 +31,16 @@ class TextProblem(PointProblem):
 
     Dynamic quantization takes its scales from all tokens of a batch, so outputs of int8 depend on the batch and its padding. A
     right result of int8 differs from that of the exported int8 model by no more than twice what that one differs from fp32 by.
+    One of fp16 differs from that of the exported fp32 model by no more than twice what the exported fp16 model does.
 
     Args:
         model: what is run.
-        precision: "fp32" or "int8".
+        precision: "fp32", "int8" or "float16".
         files: of the model.
         window: the texts.
         rows: texts of a batch.
         count: batches that are run, in each order.
-        threads: of every run.
+        runtime: what runs the exported model, and the candidates on the CPU.
     """
 
     reference = "ONNX Runtime as exported"
@@ -49,35 +54,64 @@ class TextProblem(PointProblem):
         window: TextWindow,
         rows: int,
         count: int,
-        threads: int,
+        runtime: TextRuntime,
     ) -> None:
         self._model, self._precision, self._files, self._lengths = model, precision, files, window.lengths
-        self._rows, self._count = rows, count
+        self._rows, self._count, self._runtime = rows, count, runtime
         self._batches = (window.arrival(rows, count), window.by_length(rows, count))
         self._opened: dict[tuple[str, str], RunBatch] = {}
-        exported = self.model("ort", EXPORTED, threads)
-        self._expected = tuple(_run_all(exported, batches) for batches in self._batches)
-        self.tolerance = _TOLERANCE
-        if precision == "int8":
-            fp32 = open_model("ort", files.fp32, self._batches[0].feeds, threads)
-            changed = _distance(_run_all(fp32, self._batches[0]), self._expected[0])
-            self.tolerance = max(_TOLERANCE, _QUANTIZATION * changed)
+        self._expected, changed = self._run_exported()
+        self.tolerance = max(_TOLERANCE[precision], _ROUNDING * changed)
+
+    def _run_exported(self) -> tuple[tuple[np.ndarray, ...], float]:
+        """The expected outputs in both orders, and by how much the precision changes those in the order of arrival.
+
+        Raises:
+            Unavailable: where the exported model itself gives a value that is not finite.
+        """
+        if self._precision == "float16":  # these models take memory of the GPU, and no candidate runs them
+            exported = self._runtime.open("ort", self._files.paths[EXPORTED], self._batches[0].feeds)
+        else:
+            exported = self.model("ort", EXPORTED)
+        if self._precision == "fp32":
+            return tuple(_run_all(exported, batches) for batches in self._batches), 0.0
+        fp32 = self._runtime.open("ort", self._files.fp32, self._batches[0].feeds)
+        if self._precision == "int8":
+            expected = tuple(_run_all(exported, batches) for batches in self._batches)
+            return expected, _distance(_run_all(fp32, self._batches[0]), expected[0])
+        expected = tuple(_run_all(fp32, batches) for batches in self._batches)
+        changed = _distance(expected[0], _run_all(exported, self._batches[0]))
+        if not np.isfinite(changed):
+            raise Unavailable("the exported fp16 model gives values that are not finite")
+        return expected, changed
+
+    def empty_outputs(self, is_sorted: bool) -> list[np.ndarray]:
+        """Arrays for the output of each batch in one order, in fp16."""
+        return [np.empty((self._rows, *self._expected[is_sorted].shape[1:]), np.float16) for _ in range(self._count)]
+
+    def path(self, kind: str) -> Path:
+        """A file of the model.
+
+        Raises:
+            Unavailable: when it could not be made.
+        """
+        if kind in self._files.missing:
+            raise Unavailable(self._files.missing[kind])
+        return self._files.paths[kind]
 
     def batches(self, is_sorted: bool) -> TextBatches:
         """The batches in one order."""
         return self._batches[is_sorted]
 
-    def model(self, engine: str, kind: str, threads: int) -> RunBatch:
+    def model(self, engine: str, kind: str) -> RunBatch:
         """A loaded model, which candidates share.
 
         Raises:
             Unavailable: when it could not be made, or an engine refuses it.
         """
-        if kind in self._files.missing:
-            raise Unavailable(self._files.missing[kind])
+        path = self.path(kind)
         if (engine, kind) not in self._opened:
-            feeds = self._batches[0].feeds
-            self._opened[engine, kind] = open_model(engine, self._files.paths[kind], feeds, threads)
+            self._opened[engine, kind] = self._runtime.open(engine, path, self._batches[0].feeds)
         return self._opened[engine, kind]
 
     def close(self) -> None:
@@ -110,11 +144,15 @@ class TextProblem(PointProblem):
         real = self.batches(_CANDIDATES[candidate].is_sorted).real
         return {"useful_tokens_per_second": round(real / seconds, 1)}
 
+    def seconds(self, timing: Timing) -> float:
+        """The time that counts: the least one."""
+        return timing.best
+
     def compare(self, timings: Mapping[str, Timing]) -> Record:
-        """Ratios of useful tokens a second: of stof in the order of arrival, and on sorted batches, over every other."""
-        rates = {n: self.batches(_CANDIDATES[n].is_sorted).real / t.best for n, t in timings.items()}
+        """Ratios of useful tokens a second: of stof in the order of arrival, sorted and captured, over every other."""
+        rates = {n: self.batches(_CANDIDATES[n].is_sorted).real / self.seconds(t) for n, t in timings.items()}
         found: Record = {}
-        for field, own in (("ratio", "stof"), ("ratio_sorted", "stof-sorted")):
+        for field, own in _OWN.items():
             if own in rates:
                 found[field] = {name: round(rates[own] / rate, 3) for name, rate in rates.items() if name != own}
         if "stof" in rates and "stof-padded" in rates:

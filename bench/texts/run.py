@@ -5,98 +5,204 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from time import monotonic
 
 from bench.core.candidate import select
-from bench.core.point import measure_point
-from bench.texts.candidates import CANDIDATES, STOF, TextCandidate
+from bench.core.point import describe_failure, measure_point
+from bench.gpu.timing import ROUNDS
+from bench.texts.candidates import CANDIDATES, TextCandidate
+from bench.texts.cuda import CudaTextDevice, CudaTextPoint, CudaTextProblem
+from bench.texts.cuda_candidates import CUDA_CANDIDATES
+from bench.texts.cuda_models import (
+    CAPACITY,
+    CUDA_PRECISIONS,
+    choose_capacity,
+    shape_ranges,
+    write_capacity_file,
+    write_cuda_files,
+)
+from bench.texts.describe import describe_record
 from bench.texts.lengths import LENGTHS, TextWindow
 from bench.texts.memory import measure_memory
-from bench.texts.problem import TextDevice, TextProblem, is_absent
-from bench.texts.text_models import DEFAULT_MODELS, MODELS, TextFiles, TextModel, write_files
+from bench.texts.problem import TextDevice, TextProblem
+from bench.texts.runtimes import STOF, CpuRuntime, CudaRuntime
+from bench.texts.text_models import DEFAULT_MODELS, MODELS, PRECISIONS, UNPADDED, TextFiles, TextModel, write_files
 from stof.bench.results import Record, store
 from stof.files import temporary_folder
 from stof.terminal import say
 
-_MB = 1e6
+
+class TextBench(ABC):
+    """What a device has of the command.
+
+    Args:
+        arguments: of the command.
+
+    Attributes:
+        name: of the device.
+        precisions: that models run in there.
+        candidates: those that are asked for.
+    """
+
+    name: str
+    precisions: tuple[str, ...]
+    all_candidates: tuple[TextCandidate, ...]
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.candidates = select(self.all_candidates, arguments.peers)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of files that the candidates run."""
+        return {candidate.kind for candidate in self.candidates}
+
+    @abstractmethod
+    def write(self, model: TextModel, precision: str, folder: Path) -> TextFiles:
+        """Makes the files of a model, with those that all points share."""
+
+    @abstractmethod
+    def measure(
+        self, model: TextModel, precision: str, files: TextFiles, window: TextWindow, rows: int, folder: Path
+    ) -> Record:
+        """The record of a point."""
+
+
+class CpuTextBench(TextBench):
+    """The CPU with a number of threads: times, then memory."""
+
+    name = "cpu"
+    precisions = PRECISIONS
+    all_candidates = CANDIDATES
+
+    def __init__(self, arguments: argparse.Namespace, threads: int) -> None:
+        super().__init__(arguments)
+        self._threads = threads
+
+    def write(self, model: TextModel, precision: str, folder: Path) -> TextFiles:
+        return write_files(model, precision, folder, self.kinds)
+
+    def measure(
+        self, model: TextModel, precision: str, files: TextFiles, window: TextWindow, rows: int, folder: Path
+    ) -> Record:
+        del folder
+        arguments, threads = self.arguments, self._threads
+        problem = TextProblem(model, precision, files, window, rows, arguments.batches, CpuRuntime(threads))
+        record = measure_point(problem, self.candidates, TextDevice(threads), arguments.rounds)
+        problem.close()
+        if not arguments.no_memory:
+            timed = [name for name, row in record["peers"].items() if "us" in row]
+            record["memory"] = measure_memory(problem, files, timed, threads)
+        return record
+
+
+class CudaTextBench(TextBench):
+    """A GPU: times of fp16 models, and the time of their kernels."""
+
+    name = "cuda"
+    precisions = CUDA_PRECISIONS
+    all_candidates = CUDA_CANDIDATES
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments)
+        self._runtime = CudaRuntime()
+
+    def write(self, model: TextModel, precision: str, folder: Path) -> TextFiles:
+        del precision
+        longest = max(LENGTHS[name].longest for name in choose_lengths(model, self.arguments.lengths))
+        return write_cuda_files(model, folder, self.kinds, shape_ranges(self.arguments.batch, longest))
+
+    def measure(
+        self, model: TextModel, precision: str, files: TextFiles, window: TextWindow, rows: int, folder: Path
+    ) -> Record:
+        count = self.arguments.batches
+        shapes = shape_ranges([rows], window.lengths.longest)
+        capacity = choose_capacity(window.arrival(rows, count).feeds)
+        files = write_capacity_file(files, folder, self.kinds, capacity, shapes)
+        problem = CudaTextProblem(model, precision, files, window, rows, count, self._runtime)
+        point = CudaTextPoint(problem, self.candidates, CudaTextDevice(self._runtime))
+        return point.measure(self.arguments.rounds)
 
 
 def run(arguments: argparse.Namespace, threads: int) -> int:
-    """Measures, prints and stores every point that the arguments ask for; 3 where stof could not run one."""
-    candidates = select(CANDIDATES, arguments.peers)
-    has_failed = False
-    for name in arguments.models or DEFAULT_MODELS:
-        model = MODELS[name]
-        chosen = [n for n in model.lengths if arguments.lengths is None or n in arguments.lengths]
-        if not chosen:
-            raise ValueError(f"{name} is timed with {', '.join(model.lengths)}")
+    """The command on the CPU."""
+    return measure_models(CpuTextBench(arguments, threads))
+
+
+def run_on_gpu(arguments: argparse.Namespace) -> int:
+    """The command on a GPU."""
+    arguments.rounds = arguments.rounds or ROUNDS
+    return measure_models(CudaTextBench(arguments))
+
+
+def choose_lengths(model: TextModel, names: Collection[str] | None) -> list[str]:
+    """The distributions of lengths of a model that are asked for.
+
+    Raises:
+        ValueError: when it has none of them.
+    """
+    chosen = [name for name in model.lengths if names is None or name in names]
+    if not chosen:
+        raise ValueError(f"{model.name} is timed with {', '.join(model.lengths)}")
+    return chosen
+
+
+def choose_precisions(bench: TextBench) -> Sequence[str]:
+    """The precisions that are asked for.
+
+    Raises:
+        ValueError: when the device has not all of them.
+    """
+    asked: Sequence[str] = bench.arguments.precisions or bench.precisions
+    if other := [precision for precision in asked if precision not in bench.precisions]:
+        raise ValueError(f"{', '.join(other)}: models run in {', '.join(bench.precisions)} on --device {bench.name}")
+    return asked
+
+
+def measure_models(bench: TextBench) -> int:
+    """Measures, prints and stores every point that the arguments ask for.
+
+    Returns:
+        0; 3 where stof could not run one, or a point was not measured.
+    """
+    arguments, begin = bench.arguments, monotonic()
+    names = [MODELS[name] for name in arguments.models or DEFAULT_MODELS]
+    points = [(model, precision) for model in names for precision in choose_precisions(bench)]
+    chosen = {model.name: choose_lengths(model, arguments.lengths) for model in names}
+    has_failed, lost = False, []
+    for model, precision in points:
         with temporary_folder() as folder:
-            for precision in arguments.precisions:
-                say(f"{name} {precision}: making the models")
-                files = write_files(model, precision, folder, {c.kind for c in candidates})
-                for lengths in chosen:
-                    record = _measure(model, precision, files, lengths, candidates, arguments, threads)
-                    store(arguments.results / "texts-cpu.json", record)
-                    say(*describe_record(record))
-                    has_failed |= _has_failed(record, candidates)
-                    gc.collect()
-    return 3 if has_failed else 0
-
-
-def _measure(
-    model: TextModel,
-    precision: str,
-    files: TextFiles,
-    lengths: str,
-    candidates: Sequence[TextCandidate],
-    arguments: argparse.Namespace,
-    threads: int,
-) -> Record:
-    """The record of a point: times, then memory."""
-    window = TextWindow(LENGTHS[lengths], model.vocabulary, model.inputs, arguments.seed)
-    problem = TextProblem(model, precision, files, window, arguments.batch, arguments.batches, threads)
-    record = measure_point(problem, candidates, TextDevice(threads), arguments.rounds)
-    record["seed"] = arguments.seed
-    problem.close()
-    if not arguments.no_memory:
-        timed = [name for name, row in record["peers"].items() if "us" in row]
-        record["memory"] = measure_memory(problem, files, timed, threads)
-    return record
+            files: TextFiles | None = None
+            for lengths, rows in ((name, rows) for name in chosen[model.name] for rows in arguments.batch):
+                title = f"{model.name} {precision}, {lengths}, batches of {rows}"
+                if arguments.limit is not None and monotonic() - begin > arguments.limit:
+                    lost.append(f"{title}: the time was over")
+                    continue
+                if files is None:
+                    say(f"{model.name} {precision}: making the models")
+                    files = bench.write(model, precision, folder)
+                try:
+                    window = TextWindow(LENGTHS[lengths], model.vocabulary, model.inputs, arguments.seed)
+                    record = bench.measure(model, precision, files, window, rows, folder)
+                except ValueError:  # of what the user asked for
+                    raise
+                except Exception as failure:  # runtimes raise types of their own; the other points are measured
+                    lost.append(f"{title}: {describe_failure(failure)}")
+                    continue
+                record["seed"] = arguments.seed
+                store(arguments.results / f"texts-{bench.name}.json", record)
+                say(*describe_record(record))
+                has_failed |= _has_failed(record, bench.candidates)
+                gc.collect()
+    say(*(f"not measured: {text}" for text in lost))
+    return 3 if has_failed or lost else 0
 
 
 def _has_failed(record: Record, candidates: Sequence[TextCandidate]) -> bool:
     """Whether a candidate of stof has no time, or left the padding where it should not."""
-    kept = record["files"].get("unpadded", {}).get("padded_because")
+    kept = any("padded_because" in record["files"].get(kind, {}) for kind in (UNPADDED, CAPACITY))
     own = [c.name for c in candidates if c.engine == STOF]
-    return bool(kept) or any("us" not in record["peers"][name] for name in own)
-
-
-def describe_record(record: Record) -> list[str]:
-    """The record as text."""
-    machine, padding = record["machine"], record["padded_over_real"]
-    found = [
-        f"{record['model']} {record['precision']}, {record['lengths']}; {record['batches']} batches of {record['rows']}, "
-        f"padded/real {padding['arrival']:.2f}, sorted {padding['sorted']:.2f}; {machine['threads']} thread(s), "
-        f"FMA {machine['fma_gflops']:.0f} GFLOP/s, read {machine['read_gbps']:.1f} GB/s"
-    ]
-    for name, row in record["peers"].items():
-        if "us" not in row:
-            absent = "absent" if is_absent(name, row) else "missing"
-            found.append(f"  {row['label']:36s} {absent}: {row['missing']}")
-            continue
-        text = f"  {row['label']:36s} {row['useful_tokens_per_second']:10,.0f} tokens/s  error {row['error']:.0e}"
-        for field, label in (("ratio", "stof"), ("ratio_sorted", "stof sorted")):
-            if name in record.get(field, {}):
-                text += f"  {label} {record[field][name]:.2f}x"
-        memory = record.get("memory", {}).get(name, {})
-        if "peak" in memory:
-            text += f"  peak {memory['peak'] / _MB:,.0f} MB, {memory['above'] / _MB:,.0f} of them for the run"
-        found.append(text)
-    if "share_of_padded_over_real" in record:
-        found.append(f"  unpadding gains {record['share_of_padded_over_real']:.0%} of padded/real")
-    for kind, facts in record["files"].items():
-        if "fused" in facts and not {"Attention", "MultiHeadAttention"} & facts["fused"].keys():
-            found.append(f"  the {kind} optimizer fuses no attention of this model")
-        if reasons := facts.get("padded_because"):
-            found.append(f"  padding stays: {'; '.join(reasons)}")
-    return found
+    return kept or any("us" not in record["peers"][name] for name in own)

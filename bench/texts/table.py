@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored results of padded texts as a section of the page of numbers."""
+"""Stored results of padded texts, on CPUs and GPUs, as sections of the page of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bench.gpu.tables import table
 from stof.bench.results import Record
@@ -16,6 +16,16 @@ _PEERS = {
     "ort-sorted": "ORT sorted",
     "ort-transformers-sorted": "ORT optimizer sorted",
 }
+_GPU_PEERS = {
+    "stof-padded": "`--unpad off`",
+    "ort": "ORT exported",
+    "ort-transformers": "ORT optimizer",
+    "ort-packed": "ORT packed",
+    "ort-sorted": "ORT sorted",
+    "ort-transformers-sorted": "ORT optimizer sorted",
+    "ort-packed-sorted": "ORT packed sorted",
+}
+_CAPTURED_PEERS = ("stof-padded-captured", "ort-captured", "ort-transformers-captured")
 
 
 def tabulate(records: Sequence[Record]) -> list[str]:
@@ -34,7 +44,7 @@ def tabulate(records: Sequence[Record]) -> list[str]:
                 str(record["machine"]["threads"]),
                 f"{record['padded_over_real']['arrival']:.2f}",
                 "–" if own is None else f"{own:,.0f}",
-                *(f"{ratios[peer]:.2f}" if peer in ratios else "–" for peer in _PEERS),
+                *_ratios(ratios, _PEERS),
                 _memory(record),
             ]
         )
@@ -43,6 +53,46 @@ def tabulate(records: Sequence[Record]) -> list[str]:
         "Memory: with `--unpad off` → `auto`."
     )
     return [about, "", table(head, rows)]
+
+
+def tabulate_gpu(records: Sequence[Record]) -> list[str]:
+    """A row for each model, distribution of lengths and size of a batch, captured and not; none where there are no records."""
+    if not records:
+        return []
+    first = ["model", "lengths", "batch"]
+    head = [*first, "padded/real", "tokens/s", "kernels", *_GPU_PEERS.values()]
+    captured_head = [
+        *first, "padded/capacity", "tokens/s", "kernels", "`--unpad off`", "ORT exported", "ORT optimizer",
+    ]  # fmt: skip
+    rows, captured = [], []
+    for record in sorted(records, key=lambda r: (r["model"], r["key"][2], r["rows"])):
+        point = [f"{record['model']}, {record['precision']}", record["key"][2], str(record["rows"])]
+        padding = f"{record['padded_over_real']['arrival']:.2f}"
+        rows.append([*point, padding, *_rates(record, "stof"), *_ratios(record.get("ratio", {}), _GPU_PEERS)])
+        if "ratio_captured" in record:
+            capacity = f"{record['capacity']['padded_over_capacity']:.2f}"
+            ratios = _ratios(record["ratio_captured"], _CAPTURED_PEERS)
+            captured.append([*point, capacity, *_rates(record, "stof-captured"), *ratios])
+    about = (
+        "**Padded texts**: `python -m bench texts --device cuda`, useful tokens a second, the share of the time in which kernels "
+        "run, and how many times as fast as each peer."
+    )
+    found = [about, "", table(head, rows)]
+    if captured:
+        found += ["The same from captured graphs, of a capacity that holds the largest batch:", ""]
+        found.append(table(captured_head, captured))
+    return found
+
+
+def _rates(record: Record, name: str) -> list[str]:
+    """Useful tokens a second of a candidate, and the share of its kernels."""
+    row = record["peers"].get(name, {})
+    rate, share = row.get("useful_tokens_per_second"), row.get("kernel_share")
+    return ["–" if rate is None else f"{rate:,.0f}", "–" if share is None else f"{share:.0%}"]
+
+
+def _ratios(ratios: Mapping[str, float], peers: Iterable[str]) -> list[str]:
+    return [f"{ratios[peer]:.2f}" if peer in ratios else "–" for peer in peers]
 
 
 def _memory(record: Record) -> str:

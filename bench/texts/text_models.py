@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from bench.core.point import describe_failure
 from stof.options import Options
 from stof.pipeline import optimize
 
-PRECISIONS = ("fp32", "int8")
+PRECISIONS = ("fp32", "int8")  # on a CPU
+DIMENSIONS = ("batch", "sequence")  # names of the sizes of inputs
 EXPORTED, TRANSFORMERS, PADDED, UNPADDED = "exported", "transformers", "padded", "unpadded"
 KINDS = (EXPORTED, TRANSFORMERS, PADDED, UNPADDED)
 
@@ -87,10 +88,7 @@ def write_files(model: TextModel, precision: str, folder: Path, kinds: Collectio
     int8 is :func:`onnxruntime.quantization.quantize_dynamic` with its defaults. It quantizes what the transformers optimizer
     gives, and stof takes what it gives: each in the order of its documentation.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    fp32 = folder / "fp32.onnx"
-    if not fp32.is_file():
-        load_module("models/build.py").write(model.graph, fp32)
+    fp32 = write_fp32(model, folder)
     files = TextFiles(fp32)
     exported = fp32
     if precision == "int8":
@@ -102,27 +100,45 @@ def write_files(model: TextModel, precision: str, folder: Path, kinds: Collectio
         PADDED: lambda path: _optimize(exported, path, unpad="off"),
         UNPADDED: lambda path: _optimize(exported, path, unpad="auto"),
     }
-    for kind in makers.keys() & set(kinds):
-        path = folder / f"{precision}.{kind}.onnx"
+    make_kinds(files, makers, kinds, folder / precision)
+    return files
+
+
+def write_fp32(model: TextModel, folder: Path) -> Path:
+    """Writes the exported model with random weights, where it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "fp32.onnx"
+    if not path.is_file():
+        load_module("models/build.py").write(model.graph, path)
+    return path
+
+
+def make_kinds(
+    files: TextFiles, makers: Mapping[str, Callable[[Path], dict[str, Any]]], kinds: Collection[str], stem: Path
+) -> None:
+    """Makes the kinds that are asked for, in the order of their makers; of those that cannot be made, the reason is kept."""
+    for kind, make in makers.items():
+        if kind not in kinds:
+            continue
+        path = stem.with_name(f"{stem.name}.{kind}.onnx")
         try:
-            files.facts[kind] = makers[kind](path)
+            files.facts[kind] = make(path)
         except Exception as failure:  # the tools raise types of their own
             files.missing[kind] = describe_failure(failure)
         else:
             files.paths[kind] = path
-    return files
 
 
 def _quantize(path: Path, output: Path, is_optimized: bool = False) -> None:
     """Dynamic int8 with the defaults; it asks for the type of tensors that ONNX Runtime's own operators give."""
     quantization = require("onnxruntime.quantization")
     types = {"DefaultTensorType": onnx.TensorProto.FLOAT} if is_optimized else {}
-    with _silence():
+    with silence():
         quantization.quantize_dynamic(str(path), str(output), extra_options=types)
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Drops the advice of ONNX Runtime's tools, which they log or print."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -138,18 +154,13 @@ def _optimize_by_transformers(model: TextModel, path: Path, output: Path, is_qua
 
     Its basic optimizations of a session need torch, for no reason but a version: they are made here.
     """
-    ort, optimizer = require("onnxruntime"), require("onnxruntime.transformers.optimizer")
-    basic = output.with_suffix(".basic.onnx")
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(basic)
-    options.log_severity_level = 3
-    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    with _silence():
+    optimizer = require("onnxruntime.transformers.optimizer")
+    basic = write_basic(path, output.with_suffix(".basic.onnx"))
+    with silence():
         made = optimizer.optimize_model(
             str(basic), model_type="bert", num_heads=model.heads, hidden_size=model.hidden, opt_level=0
         )
-    fused = {kind: int(count) for kind, count in made.get_fused_operator_statistics().items() if count}
+    fused = count_fused(made)
     if not is_quantized:
         made.save_model_to_file(str(output))
     else:
@@ -159,12 +170,32 @@ def _optimize_by_transformers(model: TextModel, path: Path, output: Path, is_qua
     return {"fused": fused}
 
 
+def write_basic(path: Path, output: Path) -> Path:
+    """Writes the model after the basic optimizations of a session on the CPU."""
+    ort = require("onnxruntime")
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(output)
+    options.log_severity_level = 3
+    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return output
+
+
+def count_fused(made: Any) -> dict[str, int]:
+    """What the transformers optimizer fused, by operator."""
+    return {kind: int(count) for kind, count in made.get_fused_operator_statistics().items() if count}
+
+
 def _optimize(path: Path, output: Path, unpad: str) -> dict[str, Any]:
+    return optimize_texts(path, output, Options(unpad=unpad, verify=False))
+
+
+def optimize_texts(path: Path, output: Path, options: Options) -> dict[str, Any]:
     """stof-optimize, whose result is checked with the batches that are timed; what became of the padding."""
-    report = optimize(path, output, Options(unpad=unpad, verify=False))
+    report = optimize(path, output, options)
     rows = report.rows("unpadding")
     facts: dict[str, Any] = {"operators": _count_operators(output)}
-    if unpad != "off":
+    if options.unpad != "off":
         facts["unpadded_nodes"] = sum(row.nodes for row in rows)
         facts["unpadded_attentions"] = sum(row.attentions for row in rows)
         if kept := [row.reason for row in rows if not row.replaced]:

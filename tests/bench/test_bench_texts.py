@@ -21,9 +21,10 @@ from bench.core.point import Point, measure_point
 from bench.numbers_page import document
 from bench.texts import text_models
 from bench.texts.candidates import CANDIDATES
+from bench.texts.describe import describe_record
 from bench.texts.lengths import LENGTHS, WINDOW, Lengths, TextWindow
 from bench.texts.problem import TextDevice, TextProblem
-from bench.texts.run import describe_record
+from bench.texts.runtimes import CpuRuntime
 from bench.texts.text_models import EXPORTED, KINDS, MODELS, TextFiles, write_files
 
 TINY = MODELS["tiny"]
@@ -47,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TextFiles]
 
 def make_problem(files: TextFiles, precision: str = "fp32", lengths: Lengths = SHORT) -> TextProblem:
     window = TextWindow(lengths, TINY.vocabulary, TINY.inputs, 1, size=64)
-    return TextProblem(TINY, precision, files, window, 4, 2, 1)
+    return TextProblem(TINY, precision, files, window, 4, 2, CpuRuntime(1))
 
 
 def test_lengths_are_those_that_are_stated() -> None:
