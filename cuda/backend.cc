@@ -329,7 +329,6 @@ constexpr CudaBackend MakeBackend() {
   backend.paged_attention.unpad = kChecked<&cuda::UnpadTokens>;
   backend.packed_sequences.unpack = kChecked<&cuda::UnpackSequences>;
   backend.packed_sequences.pack = kChecked<&cuda::PackSequences>;
-  backend.packed_sequences.mark = kChecked<&cuda::MarkKeys>;
 
   backend.gemm.run = kChecked<&cuda::RunGemm>;
   backend.gemm.plan_workspace = kChecked<&cuda::PlanGemmWorkspace>;

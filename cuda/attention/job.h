@@ -77,7 +77,7 @@ class AttentionJob {
   // Runs the tiled kernel, which computes any problem.
   Status RunTiled();
   // RunTiled for the fully masked rows alone, which attend all keys. A scheduled kernel has flagged them.
-  Status RunTiledForEmptyRows(const uint32_t* pad_bits, const int32_t* empty_flags);
+  Status RunTiledForEmptyRows(const uint32_t* pad_bits, int32_t* empty_flags);
   // Makes the block mask of RunTiled.
   Status PrepareTiled();
   bool empty_rows_attend_all() const;
@@ -108,6 +108,8 @@ class AttentionJob {
   Status RunPlan(AttentionPlan* plan);
   // Writes the plan and the other kernels with their predicted times, where STOF_CUDA_PRINT_PLANS asks for that.
   Status PrintPlan(const AttentionPlan& plan) const;
+  // Makes a bias of MaskArgs::existing_keys, for kernels that compute rows without an allowed key; false: needs none.
+  bool BindExistingKeys();
 
   // ---- cuda/attention/job_memory.cc ----
   Status MakeMask(const MaskForm& form);

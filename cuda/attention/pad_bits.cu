@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs key padding masks into bits.
+// Packs key padding masks into bits, and clears flags of query rows that do not exist.
 #include <cuda_runtime.h>
 
 #include "cuda/attention/params.h"
@@ -54,7 +54,34 @@ int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bit
                                            dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
+// One warp looks at the flags of 64 rows.
+__global__ void ClearFlags(const float* exists, int64_t B, int64_t H, int64_t S, int32_t* flags) {
+  const int64_t of_head = (S + kRowsPerFlag - 1) / kRowsPerFlag, all = B * of_head;
+  const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  for (int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32; at < all; at += warps) {
+    const int64_t b = at / of_head, number = at % of_head;
+    bool any = false;
+    for (int64_t row = number * kRowsPerFlag + lane; row < S && row < (number + 1) * kRowsPerFlag; row += 32) {
+      any = any || exists[b * S + row] == 0.0f;
+    }
+    if (__any_sync(~0u, any)) continue;
+    for (int64_t h = lane; h < H; h += 32) flags[(b * H + h) * of_head + number] = 0;
+  }
+}
+
 }  // namespace
+
+int LaunchClearFlags(const float* exists, int64_t B, int64_t H, int64_t S, int32_t* flags, void* stream) {
+  if (B == 0 || H == 0 || S == 0) return 0;
+  constexpr int kThreads = 256;
+  constexpr int64_t kMostBlocks = 1 << 16;
+  const int64_t blocks = (B * ((S + kRowsPerFlag - 1) / kRowsPerFlag) + kThreads / 32 - 1) / (kThreads / 32);
+  void* arguments[] = {&exists, &B, &H, &S, &flags};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(ClearFlags),
+                                           dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
+                                           dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));
+}
 
 int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
                   int64_t zeros, void* stream) {

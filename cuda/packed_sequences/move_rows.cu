@@ -2,10 +2,12 @@
 // Copies between packed sequences and padded batches, and the key padding mask of the latter.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/mma_sm80.cuh"
 #include "cuda/common/status.h"
 #include "cuda/packed_sequences/copy_units.cuh"
 #include "cuda/packed_sequences/move_rows.h"
@@ -22,107 +24,35 @@ __device__ __forceinline__ bool IsLegal(const DeviceSequences& sequences) {
   return __syncthreads_and(HasLegalStarts(sequences, threadIdx.x, kThreads) ? 1 : 0) != 0;
 }
 
-// ---- copies ----
-struct MoveParams {
-  DeviceSequences sequences;
-  SequenceRows tensor;  // strides in units
-  int64_t chunks = 0;   // unpack: CTAs of a sequence
-  uint32_t pieces = 0;  // units of a head
+// A tensor in units: what a thread moves at once.
+struct TensorUnits {
+  void* packed = nullptr;
+  void* padded = nullptr;
+  int64_t stride_h = 0, stride_s = 0;  // of packed rows
+  int64_t margin = 0;
+  void* means = nullptr;
+  uint32_t heads = 0, pieces = 0;  // pieces: units of a head
+  STOF_HD uint32_t row_pieces() const { return heads * pieces; }
 };
 
-// A CTA fills 16 positions of all heads of a sequence. Unit: what a thread moves at once.
-template <typename Unit>
-__global__ void __launch_bounds__(kThreads) UnpackKernel(const __grid_constant__ MoveParams params) {
-  WaitForPrevious();
-  LetNextStart();
-  const DeviceSequences& sequences = params.sequences;
-  const SequenceRows& tensor = params.tensor;
-  const int64_t b = blockIdx.x / params.chunks, first = blockIdx.x % params.chunks * kRowsPerCta;
-  const bool is_legal = IsLegal(sequences);
-  const SequenceSpan span = SpanOf(sequences, is_legal, b);
-  const auto* const from = static_cast<const Unit*>(tensor.packed);
-  auto* const to = static_cast<Unit*>(tensor.padded) + b * tensor.heads * sequences.positions * params.pieces;
-  const uint32_t row_pieces = static_cast<uint32_t>(tensor.heads) * params.pieces;
-  for (uint32_t at = threadIdx.x; at < kRowsPerCta * row_pieces; at += kThreads) {
-    const uint32_t in_row = at % row_pieces, head = in_row / params.pieces, piece = in_row % params.pieces;
-    const int64_t position = first + at / row_pieces, row = position - span.first;
-    if (position >= sequences.positions) return;
-    Unit value = span.is_legal ? Unit{} : NanOf<Unit>();
-    if (row >= 0 && row < span.length) {
-      value = from[(span.begin + row) * tensor.packed_stride.s + head * tensor.packed_stride.h + piece];
-    }
-    to[(head * sequences.positions + position) * params.pieces + piece] = value;
-  }
-}
-
-// A CTA fills 16 packed rows of all heads.
-template <typename Unit>
-__global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ MoveParams params) {
-  WaitForPrevious();
-  LetNextStart();
-  const DeviceSequences& sequences = params.sequences;
-  const SequenceRows& tensor = params.tensor;
-  const bool is_legal = IsLegal(sequences);
-  const auto* const from = static_cast<const Unit*>(tensor.padded);
-  auto* const to = static_cast<Unit*>(tensor.packed);
-  const uint32_t row_pieces = static_cast<uint32_t>(tensor.heads) * params.pieces;
-  for (int64_t row = int64_t{blockIdx.x} * kRowsPerCta; row < int64_t{blockIdx.x + 1} * kRowsPerCta; ++row) {
-    if (row >= sequences.rows) return;
-    const int64_t b = SequenceOfRow(sequences, row);
-    const SequenceSpan span = SpanOf(sequences, is_legal, b);
-    const bool exists = row >= span.begin && row < span.begin + span.length;
-    const int64_t position = span.first + row - span.begin;
-    for (uint32_t at = threadIdx.x; at < row_pieces; at += kThreads) {
-      const uint32_t head = at / params.pieces, piece = at % params.pieces;
-      Unit value = NanOf<Unit>();
-      if (exists) {
-        value = from[((b * tensor.heads + head) * sequences.positions + position) * params.pieces + piece];
-      }
-      to[row * tensor.packed_stride.s + head * tensor.packed_stride.h + piece] = value;
-    }
-  }
-}
-
-template <void (*kKernel)(const MoveParams)>
-Status Launch(const MoveParams& params, int64_t ctas, void* stream) {
-  if (ctas > kMostCtas) return Status::Error("too many rows of packed sequences: run with a smaller batch");
-  const int error = LaunchKernel<MoveParams, kKernel>(params, static_cast<unsigned>(ctas), kThreads, 0, stream,
-                                                      CanStartEarly<MoveParams, kKernel>());
-  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that copies packed sequences");
-}
-
-template <typename Unit>
-Status Move(MoveParams params, bool is_unpack, void* stream) {
-  const int64_t units = static_cast<int64_t>(sizeof(Unit)) / SizeOf(params.tensor.dtype);  // elements of a unit
-  params.pieces = static_cast<uint32_t>(params.tensor.size / units);
-  params.tensor.packed_stride.h /= units, params.tensor.packed_stride.s /= units;
-  if (is_unpack) return Launch<UnpackKernel<Unit>>(params, params.sequences.B * params.chunks, stream);
-  return Launch<PackKernel<Unit>>(params, (params.sequences.rows + kRowsPerCta - 1) / kRowsPerCta, stream);
-}
-
-Status MoveRows(const DeviceSequences& sequences, const SequenceRows& tensor, bool is_unpack,
-                const RunContext& context) {
-  if (sequences.B == 0 || sequences.positions == 0 || tensor.heads == 0) return Status();
-  if (!is_unpack && sequences.rows == 0) return Status();
-  MoveParams params;
-  params.sequences = sequences;
-  params.tensor = tensor;
-  params.chunks = (sequences.positions + kRowsPerCta - 1) / kRowsPerCta;
-  const int64_t item = SizeOf(tensor.dtype), unit = static_cast<int64_t>(sizeof(uint4)) / item;
-  const bool are_rows_aligned =
-      tensor.size % unit == 0 && tensor.packed_stride.h % unit == 0 && tensor.packed_stride.s % unit == 0;
-  if (are_rows_aligned && IsAligned(tensor.packed) && IsAligned(tensor.padded)) {
-    return Move<uint4>(params, is_unpack, context.stream);
-  }
-  return item == 4 ? Move<uint32_t>(params, is_unpack, context.stream)
-                   : Move<uint16_t>(params, is_unpack, context.stream);
-}
-
-// ---- keys that exist ----
-struct MarkParams {
+struct UnpackParams {
   DeviceSequences sequences;
+  TensorUnits tensors[kMostUnpacked];
   KeyExistence keys;
-  int64_t chunks = 0;  // CTAs of a sequence, a thread for each position
+  int64_t chunks = 0;  // of 16 positions of a sequence
+  int count = 0;       // of tensors
+};
+
+struct AverageParams {
+  DeviceSequences sequences;
+  TensorUnits tensor;
+  KeyExistence keys;
+  int64_t column_blocks = 0;  // CTAs of a sequence
+};
+
+struct PackParams {
+  DeviceSequences sequences;
+  TensorUnits tensor;
 };
 
 __device__ __forceinline__ bool IsNonZero(const Tensor& pad, int64_t i) {
@@ -140,47 +70,235 @@ __device__ __forceinline__ bool IsNonZero(const Tensor& pad, int64_t i) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads) MarkKernel(const __grid_constant__ MarkParams params) {
+// Where the row of a sequence begins in a key padding mask.
+__device__ __forceinline__ int64_t BeginOfRow(const Tensor& pad, int64_t positions, int64_t b) {
+  return pad.dims[0] == 1 ? 0 : b * positions;
+}
+
+// Whether a sequence has keys, and all of them are kept because none is by the key padding mask. All threads call it.
+__device__ bool IsKeptWhole(const KeyExistence& keys, const SequenceSpan& span, int64_t positions, int64_t b) {
+  if (!keys.keeps_whole_sequences || keys.given.dtype == DType::kUndefined || span.length == 0) return false;
+  const int64_t row = BeginOfRow(keys.given, positions, b) + span.first;
+  bool is_any_kept = false;
+  for (int64_t i = threadIdx.x; i < span.length; i += kThreads) {
+    is_any_kept = is_any_kept || IsNonZero(keys.given, row + i);
+  }
+  return __syncthreads_or(is_any_kept ? 1 : 0) == 0;
+}
+
+// Marks kThreads keys of a sequence from position `begin` on.
+__device__ void MarkKeys(const UnpackParams& params, const SequenceSpan& span, int64_t b, int64_t begin) {
+  const KeyExistence& keys = params.keys;
+  const int64_t positions = params.sequences.positions, position = begin + threadIdx.x;
+  const bool is_whole = IsKeptWhole(keys, span, positions, b);
+  if (position >= positions) return;
+  const bool exists = position >= span.first && position < span.first + span.length;
+  bool is_kept = exists;
+  if (exists && !is_whole && keys.given.dtype != DType::kUndefined) {
+    is_kept = IsNonZero(keys.given, BeginOfRow(keys.given, positions, b) + position);
+  }
+  // The keys of an illegal sequence are NaN, and attended.
+  keys.pad[b * positions + position] = is_kept || !span.is_legal ? 1 : 0;
+  if (keys.bias != nullptr) keys.bias[b * positions + position] = exists || span.length == 0 ? 0.0f : -INFINITY;
+}
+
+// A CTA fills 16 positions of all heads of a sequence in one tensor. The last CTAs mark keys.
+template <typename Unit>
+__global__ void __launch_bounds__(kThreads) UnpackKernel(const __grid_constant__ UnpackParams params) {
   WaitForPrevious();
   LetNextStart();
   const DeviceSequences& sequences = params.sequences;
-  const KeyExistence& keys = params.keys;
-  const int64_t b = blockIdx.x / params.chunks, position = blockIdx.x % params.chunks * kThreads + threadIdx.x;
+  const int64_t chunk = blockIdx.x % params.chunks, b = blockIdx.x / params.chunks % sequences.B;
+  const auto number = static_cast<int>(blockIdx.x / params.chunks / sequences.B);
   const bool is_legal = IsLegal(sequences);
-  if (position >= sequences.positions) return;
   const SequenceSpan span = SpanOf(sequences, is_legal, b);
-  const bool exists = position >= span.first && position < span.first + span.length;
-  const int64_t at = b * sequences.positions + position;
-  bool is_kept = exists;
-  if (exists && keys.given.dtype != DType::kUndefined) {
-    is_kept = IsNonZero(keys.given, keys.given.dims[0] == 1 ? position : at);
+  if (number == params.count) {
+    if (chunk * kThreads < sequences.positions) MarkKeys(params, span, b, chunk * kThreads);
+    return;
   }
-  // The keys of an illegal sequence are NaN, and attended.
-  keys.pad[at] = is_kept || !span.is_legal ? 1 : 0;
-  if (keys.bias != nullptr) keys.bias[at] = exists || span.length == 0 ? 0.0f : -INFINITY;
+  const TensorUnits& tensor = params.tensors[number];
+  const bool is_average = tensor.means != nullptr && IsKeptWhole(params.keys, span, sequences.positions, b);
+  const int64_t end = span.first + span.length;  // of the rows that exist
+  int64_t fill_begin = chunk * kRowsPerCta, fill_end = min(fill_begin + kRowsPerCta, sequences.positions);
+  if (span.is_legal) {
+    fill_begin = max(fill_begin, span.first - tensor.margin), fill_end = min(fill_end, end + tensor.margin);
+  }
+  if (fill_begin >= fill_end) return;
+  const uint32_t row_pieces = tensor.row_pieces();
+  const auto* const from = static_cast<const Unit*>(tensor.packed);
+  auto* const to = static_cast<Unit*>(tensor.padded) + b * sequences.positions * row_pieces;
+  const uint32_t fill_pieces = static_cast<uint32_t>(fill_end - fill_begin) * row_pieces;
+  for (uint32_t at = threadIdx.x; at < fill_pieces; at += kThreads) {
+    const uint32_t in_row = at % row_pieces, head = in_row / tensor.pieces, piece = in_row % tensor.pieces;
+    const int64_t position = fill_begin + at / row_pieces;
+    Unit value = span.is_legal ? Unit{} : NanOf<Unit>();
+    if (is_average || (tensor.means != nullptr && span.is_legal && !params.keys.keeps_whole_sequences)) {
+      value = static_cast<const Unit*>(tensor.means)[b * row_pieces + in_row];
+    }
+    if (position >= span.first && position < end && !is_average) {
+      value = from[(span.begin + position - span.first) * tensor.stride_s + head * tensor.stride_h + piece];
+    }
+    to[(head * sequences.positions + position) * tensor.pieces + piece] = value;
+  }
+}
+
+// ---- means ----
+constexpr int kColumns = 32, kRowGroups = kThreads / kColumns;  // units and groups of rows of a CTA
+
+// A CTA averages 32 units of the rows of a sequence.
+template <typename Unit, typename T>
+__global__ void __launch_bounds__(kThreads) AverageKernel(const __grid_constant__ AverageParams params) {
+  constexpr int kElements = sizeof(Unit) / sizeof(T);
+  __shared__ float sums[kRowGroups][kColumns][kElements];
+  WaitForPrevious();
+  LetNextStart();
+  const DeviceSequences& sequences = params.sequences;
+  const TensorUnits& tensor = params.tensor;
+  const int64_t b = blockIdx.x / params.column_blocks;
+  const SequenceSpan span = SpanOf(sequences, IsLegal(sequences), b);
+  if (params.keys.keeps_whole_sequences && !IsKeptWhole(params.keys, span, sequences.positions, b)) return;
+  const uint32_t row_pieces = tensor.row_pieces();
+  const uint32_t column = threadIdx.x % kColumns, group = threadIdx.x / kColumns;
+  const uint32_t at = static_cast<uint32_t>(blockIdx.x % params.column_blocks) * kColumns + column;
+  float own[kElements] = {};
+  if (at < row_pieces) {
+    const auto* const from = static_cast<const Unit*>(tensor.packed) + at / tensor.pieces * tensor.stride_h +
+                             at % tensor.pieces + span.begin * tensor.stride_s;
+    for (int64_t row = group; row < span.length; row += kRowGroups) {
+      const Unit unit = from[row * tensor.stride_s];
+      const T* const elements = reinterpret_cast<const T*>(&unit);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) own[i] += ToFloat(elements[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) sums[group][column][i] = own[i];
+  __syncthreads();
+  if (group != 0 || at >= row_pieces) return;
+  Unit mean = {};
+  T* const elements = reinterpret_cast<T*>(&mean);
+  const float by = 1.0f / static_cast<float>(max(span.length, int64_t{1}));
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    float sum = 0.0f;
+    for (int g = 0; g < kRowGroups; ++g) sum += sums[g][column][i];
+    elements[i] = static_cast<T>(sum * by);
+  }
+  static_cast<Unit*>(tensor.means)[b * row_pieces + at] = mean;
+}
+
+// A CTA fills 16 packed rows of all heads.
+template <typename Unit>
+__global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ PackParams params) {
+  WaitForPrevious();
+  LetNextStart();
+  const DeviceSequences& sequences = params.sequences;
+  const TensorUnits& tensor = params.tensor;
+  const bool is_legal = IsLegal(sequences);
+  const auto* const from = static_cast<const Unit*>(tensor.padded);
+  auto* const to = static_cast<Unit*>(tensor.packed);
+  const uint32_t row_pieces = tensor.row_pieces();
+  for (int64_t row = int64_t{blockIdx.x} * kRowsPerCta; row < int64_t{blockIdx.x + 1} * kRowsPerCta; ++row) {
+    if (row >= sequences.rows) return;
+    const int64_t b = SequenceOfRow(sequences, row);
+    const SequenceSpan span = SpanOf(sequences, is_legal, b);
+    const bool exists = row >= span.begin && row < span.begin + span.length;
+    const int64_t position = span.first + row - span.begin;
+    for (uint32_t at = threadIdx.x; at < row_pieces; at += kThreads) {
+      const uint32_t head = at / tensor.pieces, piece = at % tensor.pieces;
+      Unit value = NanOf<Unit>();
+      if (exists) {
+        value = from[((b * tensor.heads + head) * sequences.positions + position) * tensor.pieces + piece];
+      }
+      to[row * tensor.stride_s + head * tensor.stride_h + piece] = value;
+    }
+  }
+}
+
+template <typename Params, void (*kKernel)(const Params)>
+Status Launch(const Params& params, int64_t ctas, void* stream) {
+  if (ctas > kMostCtas) return Status::Error("too many rows of packed sequences: run with a smaller batch");
+  const int error = LaunchKernel<Params, kKernel>(params, static_cast<unsigned>(ctas), kThreads, 0, stream,
+                                                  CanStartEarly<Params, kKernel>());
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that copies packed sequences");
+}
+
+bool CanMoveVectors(const SequenceRows& tensor) {
+  const int64_t elements = static_cast<int64_t>(sizeof(uint4)) / SizeOf(tensor.dtype);
+  return tensor.size % elements == 0 && tensor.packed_stride.h % elements == 0 &&
+         tensor.packed_stride.s % elements == 0 && IsAligned(tensor.packed) && IsAligned(tensor.padded);
+}
+
+template <typename Unit>
+TensorUnits InUnits(const SequenceRows& tensor) {
+  const int64_t elements = static_cast<int64_t>(sizeof(Unit)) / SizeOf(tensor.dtype);
+  TensorUnits units;
+  units.packed = tensor.packed, units.padded = tensor.padded, units.margin = tensor.margin;
+  units.means = tensor.means;
+  units.stride_h = tensor.packed_stride.h / elements, units.stride_s = tensor.packed_stride.s / elements;
+  units.heads = static_cast<uint32_t>(tensor.heads), units.pieces = static_cast<uint32_t>(tensor.size / elements);
+  return units;
+}
+
+template <typename Unit, typename T>
+Status AverageElements(const AverageParams& params, void* stream) {
+  return Launch<AverageParams, AverageKernel<Unit, T>>(params, params.sequences.B * params.column_blocks, stream);
+}
+
+template <typename Unit>
+Status Average(const UnpackParams& unpack, const TensorUnits& tensor, DType dtype, void* stream) {
+  AverageParams params;
+  params.sequences = unpack.sequences, params.tensor = tensor, params.keys = unpack.keys;
+  params.column_blocks = (tensor.row_pieces() + kColumns - 1) / kColumns;
+  if constexpr (sizeof(Unit) >= sizeof(float)) {
+    if (dtype == DType::kF32) return AverageElements<Unit, float>(params, stream);
+  }
+  if constexpr (sizeof(Unit) != sizeof(float)) {
+    if (dtype == DType::kF16) return AverageElements<Unit, __half>(params, stream);
+    if (dtype == DType::kBF16) return AverageElements<Unit, __nv_bfloat16>(params, stream);
+  }
+  return Status::Error("no means of " + TypeText(dtype));
+}
+
+template <typename Unit>
+Status Unpack(UnpackParams* params, const SequenceRows* tensors, void* stream) {
+  for (int i = 0; i < params->count; ++i) {
+    params->tensors[i] = InUnits<Unit>(tensors[i]);
+    const bool is_empty = params->tensors[i].row_pieces() == 0;
+    if (tensors[i].means == nullptr || is_empty) continue;
+    STOF_RETURN_IF_ERROR(Average<Unit>(*params, params->tensors[i], tensors[i].dtype, stream));
+  }
+  const int64_t ctas = (params->count + 1) * params->sequences.B * params->chunks;
+  return Launch<UnpackParams, UnpackKernel<Unit>>(*params, ctas, stream);
+}
+
+template <typename Unit>
+Status Pack(PackParams* params, const SequenceRows& tensor, void* stream) {
+  params->tensor = InUnits<Unit>(tensor);
+  const int64_t ctas = (params->sequences.rows + kRowsPerCta - 1) / kRowsPerCta;
+  return Launch<PackParams, PackKernel<Unit>>(*params, ctas, stream);
 }
 
 }  // namespace
 
-Status UnpackSequences(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) {
-  return MoveRows(sequences, tensor, true, context);
+Status UnpackSequences(const DeviceSequences& sequences, const SequenceRows* tensors, int count,
+                       const KeyExistence& keys, const RunContext& context) {
+  if (sequences.B == 0 || sequences.positions == 0) return Status();
+  UnpackParams params;
+  params.sequences = sequences, params.keys = keys, params.count = count;
+  params.chunks = (sequences.positions + kRowsPerCta - 1) / kRowsPerCta;
+  if (std::all_of(tensors, tensors + count, CanMoveVectors)) return Unpack<uint4>(&params, tensors, context.stream);
+  return SizeOf(tensors[0].dtype) == 4 ? Unpack<uint32_t>(&params, tensors, context.stream)
+                                       : Unpack<uint16_t>(&params, tensors, context.stream);
 }
 
 Status PackSequences(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) {
-  return MoveRows(sequences, tensor, false, context);
-}
-
-Status MarkKeys(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext& context) {
-  if (sequences.B == 0 || sequences.positions == 0) return Status();
-  MarkParams params;
+  if (sequences.B == 0 || sequences.positions == 0 || sequences.rows == 0 || tensor.heads == 0) return Status();
+  PackParams params;
   params.sequences = sequences;
-  params.keys = keys;
-  params.chunks = (sequences.positions + kThreads - 1) / kThreads;
-  const int64_t ctas = sequences.B * params.chunks;
-  if (ctas > kMostCtas) return Status::Error("too many keys of packed sequences: run with a smaller batch");
-  const int error = LaunchKernel<MarkParams, MarkKernel>(params, static_cast<unsigned>(ctas), kThreads, 0,
-                                                         context.stream, CanStartEarly<MarkParams, MarkKernel>());
-  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that marks keys of packed sequences");
+  if (CanMoveVectors(tensor)) return Pack<uint4>(&params, tensor, context.stream);
+  return SizeOf(tensor.dtype) == 4 ? Pack<uint32_t>(&params, tensor, context.stream)
+                                   : Pack<uint16_t>(&params, tensor, context.stream);
 }
 
 }  // namespace cuda

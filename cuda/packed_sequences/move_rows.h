@@ -9,9 +9,9 @@
 namespace stof {
 namespace cuda {
 
-Status UnpackSequences(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context);
+Status UnpackSequences(const DeviceSequences& sequences, const SequenceRows* tensors, int count,
+                       const KeyExistence& keys, const RunContext& context);
 Status PackSequences(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context);
-Status MarkKeys(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext& context);
 
 }  // namespace cuda
 }  // namespace stof

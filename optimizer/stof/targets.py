@@ -20,6 +20,7 @@ class Target:
         has_inplace_ops: an operator may write into one of its inputs, as into a KV cache.
         reads_packed_heads: StofAttention reads heads inside of a wider tensor.
         packs_sequences: StofAttention takes packed sequences, without rows of padding.
+        copies_sequences: for that its kernels run over padded copies, which not all forms of attention have.
         times_models: ``--time`` can time whole models.
         times_chains: measurements decide about fused chains. TensorRT measures by itself.
         estimates_gains: estimates tell whether an attention gains over what the runtime has for it.
@@ -36,6 +37,7 @@ class Target:
     has_inplace_ops: bool = True
     reads_packed_heads: bool = True
     packs_sequences: bool = False
+    copies_sequences: bool = False
     times_models: bool = False
     times_chains: bool = True
     estimates_gains: bool = True
@@ -56,6 +58,8 @@ CUDA = Target(
     name="cuda",
     provider="CUDAExecutionProvider",
     uses_cuda_provider=True,
+    packs_sequences=True,
+    copies_sequences=True,
     fuses_lone_norms=True,
     has_cuda_gemm=True,
 )

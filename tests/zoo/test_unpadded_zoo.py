@@ -20,11 +20,9 @@ from stof.options import Options
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import unpadded_table
 import zoo_inputs
+from ragged_batches import LENGTH, architecture, compare, counting, ragged_mask
 
 ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
-LENGTH = 45
-# Of the largest value, beside what two runs of the original differ by.
-TOLERANCE = {"float32": 3e-5, "float16": 2e-2, "bfloat16": 3e-2}
 # Of models that read a text from both sides: those that people embed, rerank and tag with.
 ENCODERS = frozenset(
     """bert-features big-bird bert distilbert roberta xlm-roberta electra esm eurobert modernbert modernbert-features
@@ -32,10 +30,6 @@ ENCODERS = frozenset(
     embeddinggemma clip roformer squeezebert layoutlmv3 deberta deberta-v2 longt5 longt5-global t5gemma xlnet
     prophetnet""".split()  # noqa: SIM905
 )
-
-
-def architecture(name: str) -> str:
-    return name.split("/")[-1].rsplit(".", 2)[0]
 
 
 def chosen() -> list[str]:
@@ -56,21 +50,6 @@ def test_most_encoders_run_on_real_tokens_from_the_first_layer_to_the_last() -> 
     assert len({n.rsplit(".", 2)[1] for n in whole}) >= 4  # exporters
     assert len(whole) >= 0.9 * len(first), sorted(first.keys() - set(whole))
     assert all(r.reason for found in rows.values() for r in found if r.unpadded + r.keys_only < r.attentions)
-
-
-def ragged_mask(side: str, rng: np.random.Generator) -> np.ndarray:
-    """[6, LENGTH]: padded on one side by different lengths, one real token, all, none, and padding between tokens."""
-    mask = np.ones((6, LENGTH), np.int64)
-    for row, count in ((0, 7), (1, 30), (2, LENGTH - 1)):
-        mask[row, slice(0, count) if side == "left" else slice(LENGTH - count, None)] = 0
-    mask[4] = 0
-    mask[5] = rng.random(LENGTH) < 0.5
-    return mask
-
-
-def counting(mask: np.ndarray) -> np.ndarray:
-    """The real tokens, and all rows of a text without one."""
-    return np.asarray((mask != 0) | ~mask.any(1, keepdims=True))
 
 
 @pytest.mark.parametrize("name", chosen())
@@ -101,15 +80,6 @@ def test_outputs_are_the_originals_on_ragged_batches(name: str, tmp_path: Path) 
         rng = np.random.default_rng(5)
         feed |= {m: ragged_mask(side, rng).astype(feed[m].dtype) for m in masks if feed[m].shape == (6, LENGTH)}
         outputs = [s.run(None, feed) for s in (plain, legal, optimized)]
-        for output, a, b, c in zip(plain.get_outputs(), *outputs, strict=True):
-            assert c.shape == a.shape, output.name
-            if output.name in zero:
-                gone = ~counting(feed[zero[output.name]])
-                assert gone.any()
-                assert not np.any(c[gone])
-                a, b, c = (x[~gone] for x in (a, b, c))
-            good = np.isfinite(a) & np.isfinite(b)
-            assert np.array_equal(np.isfinite(a), np.isfinite(c)), (output.name, side)
-            wide = [x[good].astype(np.float64) for x in (a, b, c)]
-            budget = 4 * np.abs(wide[0] - wide[1]).max(initial=0) + TOLERANCE[dtype] * np.abs(wide[0]).max(initial=0)
-            assert np.abs(wide[2] - wide[0]).max(initial=0) <= budget, (output.name, side)
+        for output, *found_values in zip(plain.get_outputs(), *outputs, strict=True):
+            gone = ~counting(feed[zero[output.name]]) if output.name in zero else None
+            compare(*found_values, gone, dtype, f"{output.name}, padded on the {side}")

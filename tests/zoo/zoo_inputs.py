@@ -150,8 +150,23 @@ def _widen(tensor: onnx.TensorProto) -> None:
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 
-def session(model: onnx.ModelProto, *, library: str = "", optimized: bool = True) -> Any:
-    """A session of one thread; ``library`` is a custom op library to register."""
+def session(
+    model: onnx.ModelProto,
+    *,
+    library: str = "",
+    optimized: bool = True,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    profile: str = "",
+) -> Any:
+    """A session of one thread.
+
+    Args:
+        model: what it runs.
+        library: a custom op library to register.
+        optimized: by ONNX Runtime.
+        providers: as ONNX Runtime takes them.
+        profile: begins the name of the file in which it writes what ran where.
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -159,4 +174,6 @@ def session(model: onnx.ModelProto, *, library: str = "", optimized: bool = True
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if library:
         options.register_custom_ops_library(library)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    if profile:
+        options.enable_profiling, options.profile_file_prefix = True, profile
+    return ort.InferenceSession(model.SerializeToString(), options, providers=list(providers))

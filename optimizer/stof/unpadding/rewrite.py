@@ -16,6 +16,7 @@ from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
+from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
 from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion, find_pad_mask
 from stof.unpadding.regions import find_regions
@@ -106,6 +107,8 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
                 reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
+            elif job.target.copies_sequences and region is not None and model is not None:
+                reason = reason or find_uncopied(model.graph, region)
             reason = self.choice(job).reason_kept(candidate, reason)
             row = UnpadReport(candidate.name, candidate.index, False, reason, of_attentions=result.attentions)
             if reason or region is None or model is None or described.symbolic is None:

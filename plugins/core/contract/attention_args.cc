@@ -38,6 +38,15 @@ Status CheckScores(const ScoreArgs& scores) {
   return Status();
 }
 
+Status CheckExistingKeys(const AttentionArgs& args) {
+  if (args.mask.existing_keys == nullptr) return Status();
+  if (AttendsAllKeys(args.mask.empty_rows) &&
+      (args.mask.empty_rows == EmptyRows::kMean || args.scores.bias.data == nullptr)) {
+    return Status();
+  }
+  return Status::Error("which keys exist goes with rows that attend all keys, under 'all' without a bias of pairs");
+}
+
 Status CheckQuantized(const AttentionArgs& args) {
   const KvScale& key_scale = args.kv.key_scale;
   const KvScale& value_scale = args.kv.value_scale;
@@ -142,6 +151,7 @@ Status CheckSequences(const AttentionArgs& args) {
 Status Check(const AttentionArgs& args) {
   STOF_RETURN_IF_ERROR(CheckShape(args.shape));
   STOF_RETURN_IF_ERROR(CheckScores(args.scores));
+  STOF_RETURN_IF_ERROR(CheckExistingKeys(args));
   STOF_RETURN_IF_ERROR(CheckQuantized(args));
   STOF_RETURN_IF_ERROR(CheckBlocks(args));
   STOF_RETURN_IF_ERROR(CheckWindow(args));

@@ -122,6 +122,10 @@ struct MaskArgs {
   const DynamicMask* dynamic = nullptr;
   const uint8_t* pad = nullptr;  // the CPU: [B, T], 1: the key may be attended; nullptr: all
   EmptyRows empty_rows = EmptyRows::kZero;
+  // Devices, [B, T]: 0 where a key exists, else -inf; nullptr: all do. Under kAll, rows without an allowed key attend
+  // those that exist, and there is no bias of pairs. Under kMean, values without a key are the mean of the others.
+  const float* existing_keys = nullptr;
+  bool do_queries_exist_as_keys = false;  // of the queries, too: what others give is not read
 };
 
 // ---- keys and values ----

@@ -29,22 +29,32 @@ struct SequenceRows {
   Strides packed_stride;  // b is not read
   int64_t heads = 0, size = 0;
   DType dtype = DType::kF32;
+  // Of the padded rows that no packed one belongs to, so many in front of a sequence and behind it become 0. Others keep
+  // what they hold.
+  int64_t margin = 0;
+  // [B, heads, size]: memory for the mean of each sequence's rows; nullptr: none. Instead of 0, padded rows get it. With
+  // KeyExistence::keeps_whole_sequences, these are all rows of sequences of which no key is kept, and no others.
+  void* means = nullptr;
 };
 
 // What says of padded keys whether they exist.
 struct KeyExistence {
   uint8_t* pad = nullptr;  // [B, positions]: 1 where the key exists and `given` is not 0, and in illegal sequences
   Tensor given;            // [B or 1, positions], a key padding mask; kUndefined: none
+  // Whether all keys of a sequence that exist are marked where `given` is 0 for all of them.
+  bool keeps_whole_sequences = false;
   // [B, positions]: 0 where the key exists, or where the sequence has no key; else -inf. nullptr: not asked for.
   float* bias = nullptr;
 };
 
+constexpr int kMostUnpacked = 3;  // tensors: query, key and value
+
 struct PackedSequencesBackend {
-  // Fills padded rows: with zeros where no row exists, and with NaN in illegal sequences.
-  Status (*unpack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
+  // Fills the padded rows of kMostUnpacked tensors at most, with NaN in illegal sequences, and marks the keys.
+  Status (*unpack)(const DeviceSequences& sequences, const SequenceRows* tensors, int count, const KeyExistence& keys,
+                   const RunContext& context) = nullptr;
   // Fills packed rows; those that belong to no legal sequence become NaN.
   Status (*pack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
-  Status (*mark)(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext& context) = nullptr;
 };
 
 }  // namespace stof

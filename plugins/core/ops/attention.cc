@@ -155,7 +155,7 @@ Status AttentionOp::RunOnCuda(const Tensor* pad, const RunContext& context, Prob
   if (own.keeper == nullptr) own.keeper = &keeper_;
   const PaddedCopies& copies = problem->copies;
   if (copies.given()) {
-    STOF_RETURN_IF_ERROR(problem->copies.Allocate(context, &problem->args, &pad));
+    STOF_RETURN_IF_ERROR(problem->copies.Allocate(problem->is_pad_alone(), context, &problem->args, &pad));
     STOF_RETURN_IF_ERROR(copies.Unpack(backend->packed_sequences, context));
   }
   STOF_RETURN_IF_ERROR(backend->attention.run(problem->args, pad, *problem->mask, problem->sizes, problem->given, own));

@@ -50,6 +50,8 @@ class AttentionOp final : public Op {
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
 
+    // Whether nothing but the key padding mask forbids a key.
+    bool is_pad_alone() const { return mask->parts.fixed.empty() && mask->parts.dynamic.empty(); }
     // By residue class, where the mask is dilated.
     bool Split() {
       if (sequences.given() || copies.given() || !SplitByResidue(*mask, &args, &sizes)) return false;

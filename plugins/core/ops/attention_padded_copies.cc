@@ -2,6 +2,7 @@
 #include "plugins/core/ops/attention_padded_copies.h"
 
 #include <algorithm>
+#include <array>
 
 #include "plugins/core/base/integers.h"
 #include "plugins/core/ops/attention_sequences.h"
@@ -19,6 +20,9 @@ Status CountBytes(std::initializer_list<int64_t> sizes, size_t* bytes) {
   return Status();
 }
 
+// No kernel takes more keys at a time.
+constexpr int64_t kLargestKeyTile = 256;
+
 // A placeholder address where nothing is read: aligned as device memory is.
 constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
 
@@ -32,22 +36,16 @@ void* CountBlock(void* self, size_t bytes) {
 Status PaddedCopies::Bind(const AttentionAttributes& attributes, const Tensor* inputs, AttentionArgs* args) {
   const SequenceRoles& roles = attributes.sequences;
   if (!roles.given()) return Status();
-  const std::string& name = attributes.operands[static_cast<size_t>(roles.cumulative)];
-  if (args->mask.empty_rows == EmptyRows::kMean) {
-    return Status::Error("attribute empty_rows is 'mean', expected zero, nan or all beside " + name + " on CUDA");
-  }
   const auto& operands = attributes.operands;
-  if (args->mask.empty_rows == EmptyRows::kAll &&
-      std::find(operands.begin(), operands.end(), "bias") != operands.end()) {
-    return Status::Error("attribute empty_rows is 'all', expected zero or nan beside bias and " + name + " on CUDA");
-  }
+  name_ = operands[static_cast<size_t>(roles.cumulative)];
+  has_bias_ = std::find(operands.begin(), operands.end(), "bias") != operands.end();
   PaddedLength padded;
   STOF_RETURN_IF_ERROR(FindPaddedLength(attributes, inputs, &padded));
   if (padded.name.empty()) {
     return Status::Error(
         "no operand says how long a padded sequence is, expected pad, segment_k or a bias of all keys "
         "beside " +
-        name + " on CUDA");
+        name_ + " on CUDA");
   }
   sequences_.starts = static_cast<const int32_t*>(inputs[kTypedInputs + roles.cumulative].data);
   if (roles.first_position >= 0) {
@@ -74,8 +72,33 @@ Status PaddedCopies::AllocateRows(const RunContext& context, int64_t heads, int6
   return Status();
 }
 
-Status PaddedCopies::Allocate(const RunContext& context, AttentionArgs* args, const Tensor** pad) {
+Status PaddedCopies::CheckEmptyRows(bool is_pad_alone, const AttentionArgs& args) const {
+  // Keys that do not exist need a bias of their own.
+  if (args.mask.empty_rows != EmptyRows::kAll || is_pad_alone || !has_bias_) return Status();
+  return Status::Error("attribute empty_rows is 'all', expected zero, nan or mean beside bias, " + name_ +
+                       " and a mask of more than pad[b, k] on CUDA");
+}
+
+Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, AttentionArgs* args, const Tensor** pad) {
+  STOF_RETURN_IF_ERROR(CheckEmptyRows(is_pad_alone, *args));
   const AttentionShape& shape = args->shape;
+  const EmptyRows empty_rows = args->mask.empty_rows;
+  const bool attends_all = AttendsAllKeys(empty_rows);
+  if (attends_all && is_pad_alone) {
+    // All rows of a sequence are without an allowed key, or none is. So marks allow all keys that exist, and, where
+    // the result is their mean, every value is that: no row needs a second pass.
+    args->mask.empty_rows = EmptyRows::kZero;
+    keys_.keeps_whole_sequences = true;
+  }
+  // A second pass reads all keys; else kernels read no tile without an allowed key.
+  const bool has_second_pass = attends_all && !is_pad_alone;
+  key_.margin = value_.margin = has_second_pass ? shape.T : kLargestKeyTile;
+  void* memory = nullptr;
+  size_t bytes = 0;
+  if (empty_rows == EmptyRows::kMean) {
+    STOF_RETURN_IF_ERROR(CountBytes({shape.B, shape.G, shape.Dv, SizeOf(dtype_)}, &bytes));
+    STOF_RETURN_IF_ERROR(context.Allocate(bytes, &value_.means));
+  }
   STOF_RETURN_IF_ERROR(AllocateRows(context, shape.G, shape.D, &args->key, &key_));
   STOF_RETURN_IF_ERROR(AllocateRows(context, shape.G, shape.Dv, &args->value, &value_));
   if (has_queries_) {
@@ -86,40 +109,37 @@ Status PaddedCopies::Allocate(const RunContext& context, AttentionArgs* args, co
     args->output.stride = output.stride;
   }
   if (*pad != nullptr) keys_.given = **pad;
-  size_t bytes = 0;
   STOF_RETURN_IF_ERROR(CountBytes({shape.B, shape.T}, &bytes));
-  void* memory = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(bytes, &memory));
   keys_.pad = static_cast<uint8_t*>(memory);
   pad_.data = memory, pad_.dtype = DType::kU8, pad_.rank = 2;
   pad_.dims[0] = shape.B, pad_.dims[1] = shape.T;
   *pad = &pad_;
-  if (args->mask.empty_rows != EmptyRows::kAll) return Status();
-  // A row without an allowed key attends all keys, of which those that do not exist have a bias of -inf.
+  if (!has_second_pass) return Status();
   STOF_RETURN_IF_ERROR(context.Allocate(4 * bytes, &memory));
   keys_.bias = static_cast<float*>(memory);
-  args->scores.bias = {memory, DType::kF32, shape.T, 0, 0, 1};
+  args->mask.existing_keys = keys_.bias;
+  args->mask.do_queries_exist_as_keys = has_queries_;
   return Status();
 }
 
 Status PaddedCopies::Unpack(const PackedSequencesBackend& backend, const RunContext& context) const {
-  STOF_RETURN_IF_ERROR(backend.unpack(sequences_, key_, context));
-  STOF_RETURN_IF_ERROR(backend.unpack(sequences_, value_, context));
-  if (has_queries_) STOF_RETURN_IF_ERROR(backend.unpack(sequences_, query_, context));
-  return backend.mark(sequences_, keys_, context);
+  const std::array<SequenceRows, kMostUnpacked> tensors = {key_, value_, query_};
+  return backend.unpack(sequences_, tensors.data(), has_queries_ ? 3 : 2, keys_, context);
 }
 
 Status PaddedCopies::Pack(const PackedSequencesBackend& backend, const RunContext& context) const {
   return has_queries_ ? backend.pack(sequences_, output_, context) : Status();
 }
 
-Status PlanPaddedCopies(PaddedCopies* copies, AttentionArgs* args, const Tensor** pad, size_t* bytes) {
+Status PlanPaddedCopies(bool is_pad_alone, PaddedCopies* copies, AttentionArgs* args, const Tensor** pad,
+                        size_t* bytes) {
   RunContext context;
   context.on_cuda = true;
   context.allocate = CountBlock;
   context.self = bytes;
   *bytes = 0;
-  return copies->Allocate(context, args, pad);
+  return copies->Allocate(is_pad_alone, context, args, pad);
 }
 
 }  // namespace stof

@@ -33,7 +33,7 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   STOF_RETURN_IF_ERROR(BindForDevice(inputs, input_count, &problem, &pad));
   size_t copies = 0;
   if (problem.copies.given()) {
-    STOF_RETURN_IF_ERROR(PlanPaddedCopies(&problem.copies, &problem.args, &pad, &copies));
+    STOF_RETURN_IF_ERROR(PlanPaddedCopies(problem.is_pad_alone(), &problem.copies, &problem.args, &pad, &copies));
   }
   const MaskExpr& fixed = problem.mask->parts.fixed;
   if (!fixed.empty()) {
@@ -163,7 +163,7 @@ Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, boo
   if (args.shape.B * args.shape.H > kMostPreparedTables) return Status();
   args.output.data = reinterpret_cast<void*>(kSomewhere);
   size_t copies = 0;
-  if (problem.copies.given()) STOF_RETURN_IF_ERROR(PlanPaddedCopies(&problem.copies, &args, &pad, &copies));
+  if (problem.copies.given()) STOF_RETURN_IF_ERROR(PlanPaddedCopies(problem.is_pad_alone(), &problem.copies, &args, &pad, &copies));
   if (known && !attributes_.lse) problem.Split();
   RunContext context;
   context.on_cuda = true;

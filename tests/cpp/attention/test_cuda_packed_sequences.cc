@@ -22,9 +22,8 @@ size_t Bytes(const Tensor& tensor) { return static_cast<size_t>(tensor.Elements(
 
 PackedCase DrawForDevice(Random* random) {
   PackedCase c = DrawPacked(random);
-  // Rows of 16 bytes, and no mean over the keys that exist.
+  // Rows of 16 bytes.
   c.D = random->Pick<int64_t>({8, 16, 64, 72}), c.Dv = random->Pick<int64_t>({8, 16, 64, 72});
-  if (static_cast<EmptyRows>(c.empty_rows) == EmptyRows::kMean) c.empty_rows = 0;
   return c;
 }
 

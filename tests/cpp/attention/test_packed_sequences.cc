@@ -68,14 +68,55 @@ void ForEachRow(const DeviceSequences& sequences, const Visit& visit) {
   }
 }
 
+// Sequences that have keys, of which the key padding mask keeps none.
+std::vector<char> FindWholeSequences(const DeviceSequences& sequences, const KeyExistence& keys) {
+  std::vector<char> is_whole(static_cast<size_t>(sequences.B), keys.keeps_whole_sequences ? 1 : 0);
+  const auto* const given = static_cast<const uint8_t*>(keys.given.data);
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
+    if (span.length == 0 || (row >= 0 && given[b * sequences.positions + t] != 0)) is_whole[static_cast<size_t>(b)] = 0;
+  });
+  return is_whole;
+}
+
+// fp32, or bf16: the upper half of fp32.
+float GetElement(const void* data, DType dtype, int64_t i) {
+  const int64_t size = SizeOf(dtype);
+  float value = 0;
+  std::memcpy(reinterpret_cast<char*>(&value) + 4 - size, static_cast<const char*>(data) + i * size,
+              static_cast<size_t>(size));
+  return value;
+}
+
+// Puts the mean of a sequence's rows in the place of padded ones.
+void AverageOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const KeyExistence& keys) {
+  const std::vector<char> is_whole = FindWholeSequences(sequences, keys);
+  const int64_t item = SizeOf(tensor.dtype);
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
+    if (keys.keeps_whole_sequences ? is_whole[static_cast<size_t>(b)] == 0 : row >= 0) return;
+    for (int64_t head = 0; head < tensor.heads; ++head) {
+      for (int64_t i = 0; i < tensor.size; ++i) {
+        double sum = 0;
+        for (int64_t r = span.begin; r < span.begin + span.length; ++r) {
+          sum += GetElement(tensor.packed, tensor.dtype, Elements(tensor, head, r) + i);
+        }
+        const auto mean = static_cast<float>(sum / static_cast<double>(std::max<int64_t>(span.length, 1)));
+        const int64_t at = ((b * tensor.heads + head) * sequences.positions + t) * tensor.size + i;
+        std::memcpy(static_cast<char*>(tensor.padded) + at * item, reinterpret_cast<const char*>(&mean) + 4 - item,
+                    static_cast<size_t>(item));
+      }
+    }
+  });
+}
+
 Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, bool unpacks) {
   const auto size = static_cast<size_t>(tensor.size * SizeOf(tensor.dtype));
-  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan&) {
+  ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
+    const bool is_near = t >= span.first - tensor.margin && t < span.first + span.length + tensor.margin;
     for (int64_t head = 0; head < tensor.heads; ++head) {
       const int64_t at = ((b * tensor.heads + head) * sequences.positions + t) * tensor.size;
       char* const padded = static_cast<char*>(tensor.padded) + at * SizeOf(tensor.dtype);
       if (row < 0) {
-        if (unpacks) std::memset(padded, 0, size);
+        if (unpacks) std::memset(padded, is_near ? 0 : 0xff, size);  // what is not written may be NaN
         continue;
       }
       char* const packed = static_cast<char*>(tensor.packed) + Elements(tensor, head, row) * SizeOf(tensor.dtype);
@@ -84,26 +125,33 @@ Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, 
   });
   return Status();
 }
-Status UnpackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
-  return MoveOnHost(sequences, tensor, true);
-}
-Status PackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
-  return MoveOnHost(sequences, tensor, false);
-}
-Status MarkOnHost(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext&) {
+void MarkOnHost(const DeviceSequences& sequences, const KeyExistence& keys) {
   const auto* const given = static_cast<const uint8_t*>(keys.given.data);
+  const std::vector<char> is_whole = FindWholeSequences(sequences, keys);
   ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
     const int64_t at = b * sequences.positions + t;
-    keys.pad[at] = row >= 0 && given[at] != 0 ? 1 : 0;
+    keys.pad[at] = row >= 0 && (given[at] != 0 || is_whole[static_cast<size_t>(b)] != 0) ? 1 : 0;
     if (keys.bias != nullptr) {
       keys.bias[at] = row >= 0 || span.length == 0 ? 0.0f : -std::numeric_limits<float>::infinity();
     }
   });
+}
+Status UnpackOnHost(const DeviceSequences& sequences, const SequenceRows* tensors, int count, const KeyExistence& keys,
+                    const RunContext&) {
+  for (int i = 0; i < count; ++i) {
+    STOF_RETURN_IF_ERROR(MoveOnHost(sequences, tensors[i], true));
+    if (tensors[i].means != nullptr) AverageOnHost(sequences, tensors[i], keys);
+  }
+  MarkOnHost(sequences, keys);
   return Status();
 }
+Status PackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
+  return MoveOnHost(sequences, tensor, false);
+}
 
-// Runs the padded copies of a case through the kernel of padded batches; the mask is that of pad alone.
-void RunCopies(const PackedCase& c, const PackedTensors& tensors, Array* output) {
+// Runs the padded copies of a case through the kernel of padded batches; the mask is that of pad alone, whether the
+// copies know it or not.
+void RunCopies(const PackedCase& c, const PackedTensors& tensors, bool is_pad_alone, Array* output) {
   AttentionAttributes attributes;
   Status status = ParseAttention(PackedAttributes(c, tensors.packed_operands), &attributes);
   CHECK(status.ok(), status.message());
@@ -115,12 +163,12 @@ void RunCopies(const PackedCase& c, const PackedTensors& tensors, Array* output)
   status = copies.Bind(attributes, inputs.data(), &args);
   CHECK(status.ok(), status.message());
   args.output.data = output->tensor.data;
-  const PackedSequencesBackend backend = {UnpackOnHost, PackOnHost, MarkOnHost};
+  const PackedSequencesBackend backend = {UnpackOnHost, PackOnHost};
   Memory memory;
   ThreadPool pool(c.threads);
   const RunContext context = {pool.view(), Memory::Allocate, &memory};
   const Tensor* pad = &tensors.pad.tensor;
-  status = copies.Allocate(context, &args, &pad);
+  status = copies.Allocate(is_pad_alone, context, &args, &pad);
   CHECK(status.ok(), status.message());
   // The plan counts the same blocks.
   PaddedCopies planned;
@@ -129,10 +177,14 @@ void RunCopies(const PackedCase& c, const PackedTensors& tensors, Array* output)
   CHECK(planned.Bind(attributes, inputs.data(), &plan).ok());
   size_t bytes = 0;
   const Tensor* planned_pad = &tensors.pad.tensor;
-  CHECK(PlanPaddedCopies(&planned, &plan, &planned_pad, &bytes).ok());
+  CHECK(PlanPaddedCopies(is_pad_alone, &planned, &plan, &planned_pad, &bytes).ok());
   CHECK(bytes > 0 || c.B == 0, "the plan asks for nothing");
   CHECK(copies.Unpack(backend, context).ok());
   args.mask.pad = static_cast<const uint8_t*>(pad->data);
+  if (args.mask.existing_keys != nullptr && args.mask.empty_rows == EmptyRows::kAll) {
+    args.scores.bias = {args.mask.existing_keys, DType::kF32, args.shape.T, 0, 0, 1};
+    args.mask.existing_keys = nullptr;
+  }
   const CpuAttentionConfig config = ChooseCpuAttention(args, c.threads);
   void* workspace = nullptr;
   CHECK(context.Allocate(CpuAttentionWorkspace(args, config, c.threads), &workspace).ok());
@@ -154,11 +206,10 @@ TEST(AttentionOfPackedSequences) {
 TEST(AttentionOfPaddedCopies) {
   ForEachCase(Cases(200), 5500, [](PackedCase c, Random* random) {
     c.mask = 0;  // pad alone
-    if (static_cast<EmptyRows>(c.empty_rows) == EmptyRows::kMean) c.empty_rows = 0;
     PackedTensors tensors(c, random);
     Array wanted = PackedOutput(c), found = PackedOutput(c);
     Run(c, tensors.packed_operands, tensors.PackedInputs(c), &wanted);
-    if (found.tensor.Elements() > 0) RunCopies(c, tensors, &found);
+    if (found.tensor.Elements() > 0) RunCopies(c, tensors, random->OneIn(2), &found);
     ComparePacked(c, found, wanted);
   });
 }
@@ -169,11 +220,13 @@ TEST(PackedSequencesArePlannedForADevice) {
   c.B = 2, c.H = 2, c.T = c.S = 24, c.D = c.Dv = 64;
   c.length = {10, 24}, c.first = {14, 0};
   Random random(1);
+  std::string window;
   const auto plan = [&](const std::string& operands, std::vector<Tensor> shapes, DevicePlan* planned) {
     for (Tensor& shape : shapes) shape.data = nullptr;
     std::unique_ptr<Op> op;
     MapAttributes attributes = PackedAttributes(c, operands);
     if (operands.find("pad") == std::string::npos) attributes.strings["mask"] = "";
+    if (!window.empty()) attributes.strings["mask"] += window;
     CHECK(AttentionDescription()->create(attributes, &op).ok());
     CHECK(op->Prepare(shapes.data(), static_cast<int>(shapes.size())).ok());
     return op->PlanDevice(shapes.data(), static_cast<int>(shapes.size()), planned);
@@ -192,12 +245,12 @@ TEST(PackedSequencesArePlannedForADevice) {
   };
   refuses("cumulative_sequence_length", {shapes[0], shapes[1], shapes[2], tensors.cumulative.tensor},
           "no operand says how long a padded sequence is");
-  c.empty_rows = static_cast<int>(EmptyRows::kMean);
-  refuses(tensors.packed_operands, shapes, "expected zero, nan or all beside cumulative_sequence_length on CUDA");
   c.empty_rows = static_cast<int>(EmptyRows::kAll);
   std::vector<Tensor> biased = shapes;
   biased.push_back(TensorOfShape(DType::kF32, std::vector<int64_t>{24, 24}));
-  refuses(tensors.packed_operands + " bias", biased, "expected zero or nan beside bias");
+  CHECK(plan(tensors.packed_operands + " bias", biased, &planned).ok(), "pad alone goes with a bias");
+  window = " and k <= q + 3";
+  refuses(tensors.packed_operands + " bias", biased, "expected zero, nan or mean beside bias");
 }
 
 TEST(PackedSequencesOfAnyNumbersStayInside) {
