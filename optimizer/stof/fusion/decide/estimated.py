@@ -27,6 +27,7 @@ from stof.options import Options
 from stof.runtime.library import has_gemm
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
+from stof.symbolic.counted_sizes import assume_counted_sizes
 
 # Least time of the runtime over the chain's, at every size; the model is no more accurate than that.
 LEAST_ESTIMATED = 1.15
@@ -159,5 +160,5 @@ def sizes_of(model: onnx.ModelProto, symbolic: Symbolic, options: Options) -> li
     for i, (batch, length) in enumerate(_CASES):
         sizes = maker.dimensions.choose(Case(batch, length, Padding.NONE))
         sizes.update({n: ends[i] for n, ends in options.shapes.items()})
-        all_sizes.append(sizes)
+        all_sizes.append(assume_counted_sizes(model, symbolic, sizes))
     return all_sizes if all_sizes[0] != all_sizes[-1] else all_sizes[:1]
