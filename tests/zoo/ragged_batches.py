@@ -43,13 +43,14 @@ def compare(
         dtype: the model's.
         what: names the output.
     """
-    assert found.shape == original.shape, what
+    assert found.shape == original.shape, f"{what}: shape {found.shape} instead of {original.shape}"
     if gone is not None:
-        assert gone.any(), what
-        assert not np.any(found[gone]), what
+        assert gone.any(), f"{what}: no row of padding"
+        assert not np.any(found[gone]), f"{what}: rows of padding are not 0"
         original, legal, found = (x[~gone] for x in (original, legal, found))
     good = np.isfinite(original) & np.isfinite(legal)
-    assert np.array_equal(np.isfinite(original), np.isfinite(found)), what
+    elsewhere = np.argwhere(np.isfinite(original) != np.isfinite(found))
+    assert not len(elsewhere), f"{what}: {len(elsewhere)} elements are finite in one output alone, first {elsewhere[0]}"
     wide = [x[good].astype(np.float64) for x in (original, legal, found)]
     largest, moved, error = (np.abs(x).max(initial=0) for x in (wide[0], wide[0] - wide[1], wide[2] - wide[0]))
     assert error <= 4 * moved + TOLERANCE[dtype] * largest, f"{what}: differs by {error:.2e} of {largest:.2e}"
