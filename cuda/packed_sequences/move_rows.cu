@@ -18,7 +18,8 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsPerCta = 16;
+constexpr int kRowsPerCta = 32;
+constexpr uint32_t kInFlight = 4;  // units of a thread
 
 __device__ __forceinline__ bool IsLegal(const DeviceSequences& sequences) {
   return __syncthreads_and(HasLegalStarts(sequences, threadIdx.x, kThreads) ? 1 : 0) != 0;
@@ -29,7 +30,7 @@ struct TensorUnits {
   void* packed = nullptr;
   void* padded = nullptr;
   int64_t stride_h = 0, stride_s = 0;  // of packed rows
-  int64_t margin = 0;
+  int64_t tile = 1;
   void* means = nullptr;
   uint32_t heads = 0, pieces = 0;  // pieces: units of a head
   STOF_HD uint32_t row_pieces() const { return heads * pieces; }
@@ -39,7 +40,7 @@ struct UnpackParams {
   DeviceSequences sequences;
   TensorUnits tensors[kMostUnpacked];
   KeyExistence keys;
-  int64_t chunks = 0;  // of 16 positions of a sequence
+  int64_t chunks = 0;  // of kRowsPerCta positions of a sequence
   int count = 0;       // of tensors
 };
 
@@ -53,6 +54,7 @@ struct AverageParams {
 struct PackParams {
   DeviceSequences sequences;
   TensorUnits tensor;
+  int64_t chunks = 0;  // as in UnpackParams
 };
 
 __device__ __forceinline__ bool IsNonZero(const Tensor& pad, int64_t i) {
@@ -102,7 +104,23 @@ __device__ void MarkKeys(const UnpackParams& params, const SequenceSpan& span, i
   if (keys.bias != nullptr) keys.bias[b * positions + position] = exists || span.length == 0 ? 0.0f : -INFINITY;
 }
 
-// A CTA fills 16 positions of all heads of a sequence in one tensor. The last CTAs mark keys.
+// Moves the units of a CTA that are below `count`. A thread has kInFlight of them in flight.
+template <typename Unit, typename Load, typename Find>
+__device__ __forceinline__ void MoveUnits(uint32_t count, const Load& load, const Find& find) {
+  for (uint32_t begin = threadIdx.x; begin < count; begin += kInFlight * kThreads) {
+    Unit units[kInFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (begin + i * kThreads < count) units[i] = load(begin + i * kThreads);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (begin + i * kThreads < count) *find(begin + i * kThreads) = units[i];
+    }
+  }
+}
+
+// A CTA fills kRowsPerCta positions of all heads of a sequence in one tensor. The last CTAs mark keys.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads) UnpackKernel(const __grid_constant__ UnpackParams params) {
   WaitForPrevious();
@@ -121,25 +139,31 @@ __global__ void __launch_bounds__(kThreads) UnpackKernel(const __grid_constant__
   const int64_t end = span.first + span.length;  // of the rows that exist
   int64_t fill_begin = chunk * kRowsPerCta, fill_end = min(fill_begin + kRowsPerCta, sequences.positions);
   if (span.is_legal) {
-    fill_begin = max(fill_begin, span.first - tensor.margin), fill_end = min(fill_end, end + tensor.margin);
+    if (span.length == 0 && tensor.tile < sequences.positions) return;
+    fill_begin = max(fill_begin, span.first / tensor.tile * tensor.tile);
+    fill_end = min(fill_end, (end + tensor.tile - 1) / tensor.tile * tensor.tile);
   }
   if (fill_begin >= fill_end) return;
   const uint32_t row_pieces = tensor.row_pieces();
-  const auto* const from = static_cast<const Unit*>(tensor.packed);
+  const auto* const from = static_cast<const Unit*>(tensor.packed) + (span.begin - span.first) * tensor.stride_s;
   auto* const to = static_cast<Unit*>(tensor.padded) + b * sequences.positions * row_pieces;
-  const uint32_t fill_pieces = static_cast<uint32_t>(fill_end - fill_begin) * row_pieces;
-  for (uint32_t at = threadIdx.x; at < fill_pieces; at += kThreads) {
-    const uint32_t in_row = at % row_pieces, head = in_row / tensor.pieces, piece = in_row % tensor.pieces;
-    const int64_t position = fill_begin + at / row_pieces;
-    Unit value = span.is_legal ? Unit{} : NanOf<Unit>();
-    if (is_average || (tensor.means != nullptr && span.is_legal && !params.keys.keeps_whole_sequences)) {
-      value = static_cast<const Unit*>(tensor.means)[b * row_pieces + in_row];
-    }
-    if (position >= span.first && position < end && !is_average) {
-      value = from[(span.begin + position - span.first) * tensor.stride_s + head * tensor.stride_h + piece];
-    }
-    to[(head * sequences.positions + position) * tensor.pieces + piece] = value;
-  }
+  const auto* const means = static_cast<const Unit*>(tensor.means) + b * row_pieces;
+  const bool fills_means = tensor.means != nullptr && span.is_legal && !params.keys.keeps_whole_sequences;
+  MoveUnits<Unit>(
+      static_cast<uint32_t>(fill_end - fill_begin) * row_pieces,
+      [&](uint32_t at) {
+        const uint32_t in_row = at % row_pieces;
+        const int64_t position = fill_begin + at / row_pieces;
+        const bool exists = position >= span.first && position < end;
+        if (is_average || (fills_means && !exists)) return means[in_row];
+        if (!exists) return span.is_legal ? Unit{} : NanOf<Unit>();
+        return from[position * tensor.stride_s + in_row / tensor.pieces * tensor.stride_h + in_row % tensor.pieces];
+      },
+      [&](uint32_t at) {
+        const uint32_t in_row = at % row_pieces;
+        const int64_t position = fill_begin + at / row_pieces;
+        return to + (in_row / tensor.pieces * sequences.positions + position) * tensor.pieces + in_row % tensor.pieces;
+      });
 }
 
 // ---- means ----
@@ -187,32 +211,52 @@ __global__ void __launch_bounds__(kThreads) AverageKernel(const __grid_constant_
   static_cast<Unit*>(tensor.means)[b * row_pieces + at] = mean;
 }
 
-// A CTA fills 16 packed rows of all heads.
+// ---- packing ----
+// Fills rows begin, begin + step, ... below `end` of all heads.
+template <typename Unit>
+__device__ void FillRows(const TensorUnits& tensor, int64_t begin, int64_t end, int64_t step, Unit value) {
+  auto* const to = static_cast<Unit*>(tensor.packed);
+  for (int64_t row = begin; row < end; row += step) {
+    for (uint32_t at = threadIdx.x; at < tensor.row_pieces(); at += kThreads) {
+      to[row * tensor.stride_s + at / tensor.pieces * tensor.stride_h + at % tensor.pieces] = value;
+    }
+  }
+}
+
+// A CTA fills kRowsPerCta packed rows of a sequence, of all heads.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ PackParams params) {
   WaitForPrevious();
   LetNextStart();
   const DeviceSequences& sequences = params.sequences;
   const TensorUnits& tensor = params.tensor;
-  const bool is_legal = IsLegal(sequences);
-  const auto* const from = static_cast<const Unit*>(tensor.padded);
-  auto* const to = static_cast<Unit*>(tensor.packed);
-  const uint32_t row_pieces = tensor.row_pieces();
-  for (int64_t row = int64_t{blockIdx.x} * kRowsPerCta; row < int64_t{blockIdx.x + 1} * kRowsPerCta; ++row) {
-    if (row >= sequences.rows) return;
-    const int64_t b = SequenceOfRow(sequences, row);
-    const SequenceSpan span = SpanOf(sequences, is_legal, b);
-    const bool exists = row >= span.begin && row < span.begin + span.length;
-    const int64_t position = span.first + row - span.begin;
-    for (uint32_t at = threadIdx.x; at < row_pieces; at += kThreads) {
-      const uint32_t head = at / tensor.pieces, piece = at % tensor.pieces;
-      Unit value = NanOf<Unit>();
-      if (exists) {
-        value = from[((b * tensor.heads + head) * sequences.positions + position) * tensor.pieces + piece];
-      }
-      to[row * tensor.stride_s + head * tensor.stride_h + piece] = value;
-    }
+  if (!IsLegal(sequences)) {
+    FillRows(tensor, blockIdx.x, sequences.rows, gridDim.x, NanOf<Unit>());
+    return;
   }
+  const int64_t b = blockIdx.x / params.chunks, chunk = blockIdx.x % params.chunks;
+  const SequenceSpan span = SpanOf(sequences, true, b);
+  if (!span.is_legal) {
+    FillRows(tensor, sequences.starts[b] + chunk, sequences.starts[b + 1], params.chunks, NanOf<Unit>());
+    return;
+  }
+  const int64_t first = chunk * kRowsPerCta, rows = min(span.length - first, int64_t{kRowsPerCta});
+  if (rows <= 0) return;
+  const uint32_t row_pieces = tensor.row_pieces();
+  const auto* const from = static_cast<const Unit*>(tensor.padded) + b * sequences.positions * row_pieces;
+  auto* const to = static_cast<Unit*>(tensor.packed);
+  MoveUnits<Unit>(
+      static_cast<uint32_t>(rows) * row_pieces,
+      [&](uint32_t at) {
+        const uint32_t in_row = at % row_pieces;
+        const int64_t position = span.first + first + at / row_pieces;
+        return from[(in_row / tensor.pieces * sequences.positions + position) * tensor.pieces + in_row % tensor.pieces];
+      },
+      [&](uint32_t at) {
+        const uint32_t in_row = at % row_pieces;
+        const int64_t row = span.begin + first + at / row_pieces;
+        return to + row * tensor.stride_s + in_row / tensor.pieces * tensor.stride_h + in_row % tensor.pieces;
+      });
 }
 
 template <typename Params, void (*kKernel)(const Params)>
@@ -233,7 +277,7 @@ template <typename Unit>
 TensorUnits InUnits(const SequenceRows& tensor) {
   const int64_t elements = static_cast<int64_t>(sizeof(Unit)) / SizeOf(tensor.dtype);
   TensorUnits units;
-  units.packed = tensor.packed, units.padded = tensor.padded, units.margin = tensor.margin;
+  units.packed = tensor.packed, units.padded = tensor.padded, units.tile = tensor.tile;
   units.means = tensor.means;
   units.stride_h = tensor.packed_stride.h / elements, units.stride_s = tensor.packed_stride.s / elements;
   units.heads = static_cast<uint32_t>(tensor.heads), units.pieces = static_cast<uint32_t>(tensor.size / elements);
@@ -275,8 +319,7 @@ Status Unpack(UnpackParams* params, const SequenceRows* tensors, void* stream) {
 template <typename Unit>
 Status Pack(PackParams* params, const SequenceRows& tensor, void* stream) {
   params->tensor = InUnits<Unit>(tensor);
-  const int64_t ctas = (params->sequences.rows + kRowsPerCta - 1) / kRowsPerCta;
-  return Launch<PackParams, PackKernel<Unit>>(*params, ctas, stream);
+  return Launch<PackParams, PackKernel<Unit>>(*params, params->sequences.B * params->chunks, stream);
 }
 
 }  // namespace
@@ -296,6 +339,7 @@ Status PackSequences(const DeviceSequences& sequences, const SequenceRows& tenso
   if (sequences.B == 0 || sequences.positions == 0 || sequences.rows == 0 || tensor.heads == 0) return Status();
   PackParams params;
   params.sequences = sequences;
+  params.chunks = (sequences.positions + kRowsPerCta - 1) / kRowsPerCta;
   if (CanMoveVectors(tensor)) return Pack<uint4>(&params, tensor, context.stream);
   return SizeOf(tensor.dtype) == 4 ? Pack<uint32_t>(&params, tensor, context.stream)
                                    : Pack<uint16_t>(&params, tensor, context.stream);

@@ -29,10 +29,10 @@ struct SequenceRows {
   Strides packed_stride;  // b is not read
   int64_t heads = 0, size = 0;
   DType dtype = DType::kF32;
-  // Of the padded rows that no packed one belongs to, so many in front of a sequence and behind it become 0. Others keep
-  // what they hold.
-  int64_t margin = 0;
-  // [B, heads, size]: memory for the mean of each sequence's rows; nullptr: none. Instead of 0, padded rows get it. With
+  // Padded rows without a packed one become 0 in tiles of so many positions, from position 0 on, that have rows with
+  // one. In other tiles they keep what they hold; the number of positions or more: all become 0.
+  int64_t tile = 1;
+  // [B, heads, size]: memory for the mean of each sequence's rows; nullptr: none. They take the place of 0. With
   // KeyExistence::keeps_whole_sequences, these are all rows of sequences of which no key is kept, and no others.
   void* means = nullptr;
 };

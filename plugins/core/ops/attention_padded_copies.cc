@@ -20,8 +20,8 @@ Status CountBytes(std::initializer_list<int64_t> sizes, size_t* bytes) {
   return Status();
 }
 
-// No kernel takes more keys at a time.
-constexpr int64_t kLargestKeyTile = 256;
+// A multiple of the key tiles of all kernels: of heads of 128 elements, and of larger ones.
+constexpr int64_t kKeyTiles = 128, kKeyTilesOfLargeHeads = 384;
 
 // A placeholder address where nothing is read: aligned as device memory is.
 constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
@@ -90,9 +90,12 @@ Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, Atte
     args->mask.empty_rows = EmptyRows::kZero;
     keys_.keeps_whole_sequences = true;
   }
-  // A second pass reads all keys; else kernels read no tile without an allowed key.
+  // Forbidden keys may hold anything, and values where no key of a tile is allowed. A second pass reads all of them,
+  // and the kernels for few queries have other tiles.
   const bool has_second_pass = attends_all && !is_pad_alone;
-  key_.margin = value_.margin = has_second_pass ? shape.T : kLargestKeyTile;
+  const int64_t tile = std::max(shape.D, shape.Dv) <= 128 ? kKeyTiles : kKeyTilesOfLargeHeads;
+  value_.tile = has_second_pass || !has_queries_ ? std::max<int64_t>(shape.T, 1) : tile;
+  key_.tile = empty_rows == EmptyRows::kAll && has_second_pass ? std::max<int64_t>(shape.T, 1) : 1;
   void* memory = nullptr;
   size_t bytes = 0;
   if (empty_rows == EmptyRows::kMean) {

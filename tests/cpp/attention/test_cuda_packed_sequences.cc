@@ -22,14 +22,21 @@ size_t Bytes(const Tensor& tensor) { return static_cast<size_t>(tensor.Elements(
 
 PackedCase DrawForDevice(Random* random) {
   PackedCase c = DrawPacked(random);
-  // Rows of 16 bytes.
+  // Rows of 16 bytes, and key tiles of all sizes.
   c.D = random->Pick<int64_t>({8, 16, 64, 72}), c.Dv = random->Pick<int64_t>({8, 16, 64, 72});
+  if (random->OneIn(3)) c.D = c.Dv = random->Pick<int64_t>({64, 128, 160, 256});
+  if (random->OneIn(4)) {
+    c.T = random->Pick<int64_t>({300, 520, 776});
+    if (c.has_queries) c.S = c.T;
+    for (int32_t& first : c.first) first = c.has_first ? static_cast<int32_t>(random->Range(0, c.T - 257)) : 0;
+  }
   return c;
 }
 
 // One node on the device with the tensors of the packed call.
 struct DeviceNode {
   DeviceMemory memory;
+  cudaStream_t stream = nullptr;
   std::unique_ptr<Op> op;
   std::vector<Tensor> inputs;
   Tensor output;
@@ -41,13 +48,20 @@ struct DeviceNode {
     output.data = memory.Take(Bytes(output));
     CHECK_CUDA(cudaMemset(output.data, 0x3c, Bytes(output)));  // a number, so that all rows must be written
   }
-  Status Queue(cudaStream_t stream) {
+  Status Queue(cudaStream_t own_stream) {
     memory.ResetArena();
+    stream = own_stream;
     RunContext context;
     context.on_cuda = true;
     context.stream = stream;
-    context.allocate = DeviceMemory::Allocate;
-    context.self = &memory;
+    // What padded copies leave out is NaN.
+    context.allocate = [](void* self, size_t bytes) {
+      auto* const node = static_cast<DeviceNode*>(self);
+      void* const block = DeviceMemory::Allocate(&node->memory, bytes);
+      if (block != nullptr) CHECK_CUDA(cudaMemsetAsync(block, 0xff, bytes, node->stream));
+      return block;
+    };
+    context.self = this;
     return op->Run(inputs.data(), static_cast<int>(inputs.size()), &output, 1, context);
   }
   // The operand of a role's number behind query, key and value.

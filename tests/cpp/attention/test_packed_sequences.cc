@@ -111,7 +111,9 @@ void AverageOnHost(const DeviceSequences& sequences, const SequenceRows& tensor,
 Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, bool unpacks) {
   const auto size = static_cast<size_t>(tensor.size * SizeOf(tensor.dtype));
   ForEachRow(sequences, [&](int64_t b, int64_t t, int64_t row, const cuda::SequenceSpan& span) {
-    const bool is_near = t >= span.first - tensor.margin && t < span.first + span.length + tensor.margin;
+    const int64_t begin = span.first / tensor.tile * tensor.tile;
+    const int64_t end = (span.first + span.length + tensor.tile - 1) / tensor.tile * tensor.tile;
+    const bool is_near = tensor.tile >= sequences.positions || (span.length > 0 && t >= begin && t < end);
     for (int64_t head = 0; head < tensor.heads; ++head) {
       const int64_t at = ((b * tensor.heads + head) * sequences.positions + t) * tensor.size;
       char* const padded = static_cast<char*>(tensor.padded) + at * SizeOf(tensor.dtype);
