@@ -27,7 +27,7 @@ from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.tuning_cache import EarlierMeasurements
 from stof.unpadding.report import UnpadReport
 from stof.verification.model_times import ModelTimes, RunTimes
-from stof.verification.result import DecidedDifference, PartialVerification
+from stof.verification.result import DecidedDifference, PaddingMove, PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -197,6 +197,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         report["chains"][0],
         report["verification"],
         asdict(DecidedDifference("", "", 0, 0, (0.0, 0.0), 0.0, 0.0, 0.0, 0, True, True)),
+        asdict(PaddingMove("", "", 0, 0, 0.0, 0.0, 0.0)),
         first,
         first["coverage"],
         asdict(PartialVerification({}, {}, 0, True)),

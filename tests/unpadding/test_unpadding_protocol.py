@@ -234,15 +234,31 @@ def test_reports(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "nodes run on real tokens alone" in text
     assert "real tokens alone, by attention_mask: " in text
-    assert "2 of 2 attentions, estimated 2.0x at 50%, 4.0x at 75%, 6.7x at 85% padding" in text
+    assert "2 of 2 attentions, estimated 1.0x at 0%, 2.0x at 50%, 4.0x at 75%, 6.7x at 85% padding" in text
     (row,) = json.loads(json_file.read_text())[KEY]
     assert row | {"nodes": 0} == {
         "batch": "attention_mask", "index": 0, "replaced": True, "reason": "replaced", "nodes": 0, "attentions": 2,
-        "of_attentions": 2, "keys_only": 0, "gains": pytest.approx([2, 4, 20 / 3]), "zero_outputs": [], "rest": "",
+        "of_attentions": 2, "keys_only": 0, "gains": pytest.approx([1, 2, 4, 20 / 3]), "padding": [0, 0.5, 0.75, 0.85],
+        "zero_outputs": [], "rest": "",
     }  # fmt: skip
     html = page.read_text()
     assert "Padding masks" in html
     assert "attention_mask" in html
+    assert "estimated 1.0x at 0%, 2.0x at 50%, 4.0x at 75%, 6.7x at 85% padding" in html
+
+
+def test_the_padding_of_verification_is_stated(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file, page = path.with_suffix(".report.json"), path.with_suffix(".html")
+    assert run_cli(path, "--chains", "off", "--json", json_file, "--report", page) == 0
+    verification = json.loads(json_file.read_text())["verification"]
+    shares = dict(zip(verification["cases"], verification["padding_shares"], strict=True))
+    assert all((share == 0) != ("padded" in case) and share < 0.75 for case, share in shares.items())
+    most = f"padding was 0% to {max(shares.values()):.0%} of the rows of inputs"
+    assert most in capsys.readouterr().out
+    assert most[1:] in page.read_text()
+    assert run_cli(path, "--unpad", "off", "--json", json_file) == 0
+    assert set(json.loads(json_file.read_text())["verification"]["padding_shares"]) == {None}
+    assert "of the rows of inputs" not in capsys.readouterr().out
 
 
 def test_reports_of_zero_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.graph.index import DOMAIN, opset_of
-from stof.op_parts import LeftOut, StatesOutputs
+from stof.op_parts import LeavesPaddingOut, LeftOut, StatesOutputs
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
+from stof.unpadding.padded_batches import describe_batches
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
 from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion, find_pad_mask
 from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
 from stof.unpadding.zero_rows import find_missing, with_zero_rows
+from stof.verification.padded_batch import PaddedBatch
 
 _OFF = "see --unpad"
 
@@ -68,7 +70,7 @@ class UnpadDecisions(Decisions):
         return replace(self, unpadded=self.unpadded.without(reason), regions=())
 
 
-class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOutputs):
+class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPaddingOut, StatesOutputs):
     """Leaves the rows of padding out of everything that computes each token by itself, and of attention."""
 
     key = KEY
@@ -142,6 +144,13 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
             return model
         changed = [r for r in decided.regions if r.zero_outputs(before.graph)]
         return with_zero_rows(model, before, symbolic, changed) if changed else model
+
+    def padded_batches(self, decided: Decisions) -> tuple[PaddedBatch, ...]:
+        assert isinstance(decided, UnpadDecisions)
+        model, symbolic = decided.batches.model, decided.batches.symbolic
+        if model is None or symbolic is None:
+            return ()
+        return describe_batches(model, symbolic, decided.regions)
 
     def empty_section(self) -> UnpadSection:
         return UnpadSection()
