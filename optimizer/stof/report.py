@@ -181,6 +181,10 @@ class Section(ABC):
         """The section in the report's first line; or empty."""
         return ""
 
+    def reasons_kept(self) -> list[str]:
+        """Why candidates stay, for the report of a folder, where one line says what was replaced; a line for each."""
+        return []
+
     def mask_pictures(self) -> list[str]:
         """Lines below the rows of all sections."""
         return []
@@ -368,6 +372,10 @@ class Report:
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
         return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def reasons_kept(self) -> list[str]:
+        """What the summary does not say: why candidates of some ops stay as they are."""
+        return [reason for s in self.sections.values() for reason in s.reasons_kept()] if self.replaced else []
 
     def _verdict(self) -> str:
         """Whether the result was verified, in a few words."""

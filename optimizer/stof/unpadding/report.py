@@ -86,6 +86,10 @@ class UnpadSection(Section):
         changed = f"ROWS OF PADDING BECOME 0 in {', '.join(zeros)}: " if zeros else ""
         return f"{changed}{nodes} nodes {'can run' if dry_run else 'run'} on real tokens alone"
 
+    def reasons_kept(self) -> list[str]:
+        kept = [f"padding of {r.batch} stays: {r.reason}" for r in self.rows if not r.replaced]
+        return kept + [f"padding of {r.batch} stays in part: {r.rest}" for r in self.rows if r.replaced and r.rest]
+
     def lines(self) -> list[str]:
         return [line for row in self.rows for line in _row_lines(row)]
 
