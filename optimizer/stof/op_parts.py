@@ -17,7 +17,7 @@ from stof.report import Section
 
 if TYPE_CHECKING:
     from stof.prompts.files import PromptSet
-    from stof.verification.padded_batch import PaddedBatch
+    from stof.verification.padding.padded_batch import PaddedBatch
     from stof.verification.result import Verification
 
 

@@ -21,7 +21,7 @@ from stof.report import Report
 from stof.stages import Stage, can_drop, drop
 
 if TYPE_CHECKING:
-    from stof.verification.padded_batch import PaddedBatch
+    from stof.verification.padding.padded_batch import PaddedBatch
     from stof.verification.result import Verification
 
 _LONGEST_REASON = 300
@@ -175,7 +175,7 @@ class _Attempts:
         return self.limits.share(_SHARE * seconds_left if any(can_drop(s) for s in stages) else seconds_left)
 
 
-def _find_padded_batches(stages: Sequence[Stage]) -> list[PaddedBatch]:
+def find_padded_batches(stages: Sequence[Stage]) -> list[PaddedBatch]:
     """The batches whose padding ops leave out."""
     found = (s.op.padded_batches(s.decided) for s in stages if isinstance(s.op, LeavesPaddingOut))
     return [batch for batches in found for batch in batches]
@@ -214,7 +214,7 @@ def _verify(
                 user_inputs,
                 job.options.shapes,
                 is_from_file=job.sparsity is None and original is job.model,
-                padded_batches=_find_padded_batches(stages),
+                padded_batches=find_padded_batches(stages),
             )
             for op in (s.op for s in stages):
                 if isinstance(op, ChangesOutputs):

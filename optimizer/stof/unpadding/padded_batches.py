@@ -10,7 +10,7 @@ import onnx
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import size_names
 from stof.unpadding.region import UnpaddedRegion
-from stof.verification.padded_batch import PaddedBatch
+from stof.verification.padding.padded_batch import PaddedBatch
 from stof.verification.quantization import has_one_scale
 
 

@@ -22,7 +22,7 @@ from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion, find_pa
 from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
 from stof.unpadding.zero_rows import find_missing, with_zero_rows
-from stof.verification.padded_batch import PaddedBatch
+from stof.verification.padding.padded_batch import PaddedBatch
 
 _OFF = "see --unpad"
 

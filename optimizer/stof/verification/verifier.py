@@ -35,9 +35,9 @@ from stof.verification.case_plan import CasePlan, count_affordable_tokens, descr
 from stof.verification.compare import find_undefined_outputs
 from stof.verification.compare_output import compare_output
 from stof.verification.decisions.held_comparisons import HeldComparisons
-from stof.verification.longer_padding import LongerPadding
 from stof.verification.model_inputs import default_inputs
-from stof.verification.padded_batch import PaddedBatch, measure_padding
+from stof.verification.padding.longer_padding import LongerPadding
+from stof.verification.padding.padded_batch import PaddedBatch, measure_padding
 from stof.verification.perturb import perturb
 from stof.verification.quantization import find_quantizers
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
 
 if TYPE_CHECKING:
     from stof.verification.model_inputs import ModelInputs
@@ -41,6 +42,15 @@ class PaddedBatch:
         if mask is not None and mask.ndim > 1 and mask.size == len(mask) * mask.shape[-1]:
             return np.asarray((mask.reshape(len(mask), -1) != 0) == self.is_inverted)
         return inputs.padded_queries(case, feed)
+
+
+def find_padding_value(batch: PaddedBatch, maker: InputMaker, name: str) -> int | None:
+    """What an input of the model holds at padding of a batch, 0 or 1; None: it is no mask."""
+    if name == batch.mask:
+        return int(batch.is_inverted)
+    if name not in maker.pads | set(maker.switches):
+        return None
+    return int(name in maker.forbidding or maker.switches.get(name, False))
 
 
 def measure_padding(batches: Iterable[PaddedBatch], inputs: ModelInputs, case: Case, feed: Feed) -> float | None:

@@ -19,7 +19,7 @@ from stof.execution.case import Padding
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.array_distance import largest_number
-from stof.verification.padded_batch import Feed, PaddedBatch
+from stof.verification.padding.padded_batch import Feed, PaddedBatch, find_padding_value
 from stof.verification.reference_runs import CaseSession, ReferenceRuns
 from stof.verification.result import PaddingMove, Verification
 from stof.verification.verified_models import VerifiedModels
@@ -157,7 +157,7 @@ class LongerPadding:
             # Tokens of the text itself: what is looked up by them stays inside its tables.
             others = rng.integers(0, size, more or size)
             for name, found in axes.items():
-                mask = self._padding_value(name)
+                mask = find_padding_value(batch, self._inputs.maker, name)
                 if more:
                     feed[name] = _append(feed[name], found, np.concatenate([np.arange(size), others]), mask)
                 elif mask is None and padding is not None and feed[name].shape[:2] == padding.shape:
@@ -169,14 +169,6 @@ class LongerPadding:
         """So many positions, within the sizes in use that the user states; 0 where their number is fixed."""
         stated = [self._inputs.shapes[n][1] - size for n in batch.dimensions if n in self._inputs.shapes]
         return max(0, min([more, *stated])) if batch.dimensions else 0
-
-    def _padding_value(self, name: str) -> int | None:
-        """What an input holds at padding; None: it is no mask."""
-        maker = self._inputs.maker
-        if not any(name == b.mask for b in self._batches) and name not in maker.pads | set(maker.switches):
-            return None
-        is_inverted = any(name == b.mask and b.is_inverted for b in self._batches)
-        return int(is_inverted or name in maker.forbidding or maker.switches.get(name, False))
 
     def _find_padding(self, i: int, feed: Feed) -> list[np.ndarray | None]:
         """Which positions [B, S] of each batch are padding in inputs of a case; None where that is not known."""
@@ -218,7 +210,7 @@ class LongerPadding:
         feed = dict(self._reference.feeds[i])
         for batch, padding in zip(self._batches, self._find_padding(i, feed), strict=True):
             for name in batch.axes.keys() & feed.keys() if padding is not None else ():
-                mask = self._padding_value(name)
+                mask = find_padding_value(batch, self._inputs.maker, name)
                 if mask is not None and padding is not None and len(feed[name]) == len(padding):
                     feed[name] = feed[name].copy()
                     feed[name][padding.all(1)] = 1 - mask
