@@ -17,6 +17,7 @@ from onnx import helper, numpy_helper
 import stof
 from stof import cli
 from stof.errors import ArgumentError, ModelError, StofError
+from stof.op_rewrite import Interpretation
 from stof.ops import PLAN_FORMATS
 from stof.options import Options
 from stof.plan import Plan, load, parse
@@ -445,3 +446,32 @@ def test_a_saved_plan_is_as_the_file_says(path: Path) -> None:
     plan = path.with_suffix(".json")
     optimize(path, save_plan=plan)
     assert load(plan, PLAN_FORMATS).entries[KEY] == (UnpadPlan("attention_mask", True),)
+
+
+# ---- what it costs ----
+@pytest.mark.parametrize(("kind", "most"), [("all", 3), ("mean", 4)])
+def test_a_model_is_interpreted_once_for_each_state(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exported; with its attention replaced; without padding, where it is left out; as it is written, for exact sizes.
+
+    Where padding stays, fused chains are looked for in the model that padding was looked for in: by the same facts.
+    """
+    made: list[int] = []
+    original = Symbolic.__init__
+
+    def init(self: Symbolic, model: onnx.ModelProto, *given: object, **options: object) -> None:
+        made.append(len(model.graph.node))
+        original(self, model, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Symbolic, "__init__", init)
+    _, report = unpadded(encoder(kind), chains="on")
+    assert rows_of(report)[0].replaced == (kind == "mean")
+    assert any(chain.replaced for chain in report.chains)
+    assert len(made) == most, made
+
+
+def test_facts_are_those_of_the_model_that_is_asked_for() -> None:
+    facts, first, second = Interpretation(), encoder("mean"), encoder("mean", "first")
+    found = facts.of(first)
+    assert facts.of(first) is found
+    assert facts.of(second).shape("first") is not None
+    assert facts.of(first).shape("first") is None

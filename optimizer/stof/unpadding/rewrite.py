@@ -85,7 +85,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
         if not any(n.domain == DOMAIN and n.op_type == ATTENTION and find_pad_mask(n) for n in before.graph.node):
             return PaddedBatches(before)
         with job.step("unpadding"):
-            symbolic = Symbolic(before)
+            symbolic = job.facts.of(before)
             zero_outputs = job.options.unpad == "on"
             results = tuple(find_regions(before, symbolic, opset_of(before), zero_outputs))
         return PaddedBatches(before, symbolic if results else None, results)
