@@ -106,6 +106,11 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
             reason = result.reason if region is None else ""
             if outputs and region is not None and (missing := find_missing(job.model, region)):
                 reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
+            gains: tuple[float, ...] = ()
+            if region is not None and model is not None and described.symbolic is not None:
+                gains = estimate_gains(model, described.symbolic, [region])
+                if not gains and not region.sites:
+                    reason = "no matmul computes the keys and values of its attention from tokens"
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
             reason = self.choice(job).reason_kept(candidate, reason)
@@ -122,7 +127,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                     nodes=len(region.nodes),
                     attentions=len(region.sites),
                     keys_only=len(region.cross_sites),
-                    gains=estimate_gains(model, described.symbolic, [region]),
+                    gains=gains,
                     zero_outputs=outputs,
                     rest=result.reason,
                 )
