@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from encoders import LONGEST, check_unpadded, encoder, feeds_for, rows_of, session
+from encoders import INT64, LONGEST, Graph, check_unpadded, encoder, feeds_for, rows_of, session
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import quantize_dynamic
 
@@ -109,6 +109,19 @@ def test_a_fixed_length_gets_other_tokens_as_padding(sizes: dict[str, int], tmp_
     assert moves
     assert all((m.length, m.longer) == (24, 24) and m.moved > 1e-4 for m in moves)
     assert "With other tokens as padding the original's 'mean' moves" in report.to_text()
+
+
+@pytest.mark.parametrize("lengths", [(16, 24), ("first_length", "second_length"), ("first_length", 24)])
+def test_each_of_two_batches_gets_other_padding(lengths: tuple[int | str, int | str], tmp_path: Path) -> None:
+    g = Graph()
+    for name, length in zip(("first", "second"), lengths, strict=True):
+        ids, mask = (g.input(f"{name}_{n}", INT64, (f"{name}_batch", length)) for n in ("ids", "mask"))
+        x = g.layer(g.embed(ids), g.bias(mask))
+        g.output(g.pool(g.layer(x, g.bias(mask)), "mean", mask), name, rank=2)
+    _, report = optimize(quantized(g.model(), tmp_path))
+    assert [r.replaced for r in rows_of(report)] == [True, True]
+    assert max(m.moved for m in moves_of(report) if m.output == "first") > 1e-4
+    assert max(m.moved for m in moves_of(report) if m.output == "second") > 1e-4
 
 
 def test_padding_stays_within_stated_sizes(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ class _Analysis:
         return not any(n in self.needed for n in node.output)
 
     def _connected(self, inside: Mapping[int, RowWise]) -> dict[int, RowWise]:
-        """The nodes that tensors of the region connect with an attention: with all of it, or with its keys and values."""
+        """The nodes that tensors of the region connect with an attention, or with keys and values of other tokens' queries."""
         writers = {n: i for i in inside for n in self.nodes[i].output if n}
         group = {i: i for i in inside}
 
@@ -417,7 +417,7 @@ class _Analysis:
                     group[find(i)] = find(writers[name])
         kept = {find(i) for i in inside if i in self.attentions}
         for node in (self.nodes[i] for i in self.attentions - inside.keys()):
-            if self._has_unpadded_keys(node, writers):
+            if node.input[0] not in self.tokens and self._has_unpadded_keys(node, writers):
                 kept |= {find(writers[node.input[j]]) for j in (1, 2)}
         return {i: row_wise for i, row_wise in inside.items() if find(i) in kept}
 

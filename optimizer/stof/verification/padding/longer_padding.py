@@ -62,7 +62,7 @@ class LongerPadding:
     def __init__(
         self, verifier: Verifier, models: VerifiedModels, reference: ReferenceRuns, result: Verification
     ) -> None:
-        self._batches = list({b.dimensions: b for b in verifier.padded_batches if b.is_quantized}.values())
+        self._batches = list({b.dimensions or b.mask: b for b in verifier.padded_batches if b.is_quantized}.values())
         self._inputs = verifier.inputs
         self._names = verifier.output_names
         self._cases = [verifier.cases[i] for i in reference.ran]
