@@ -123,7 +123,9 @@ def _add_measurements(parser: argparse.ArgumentParser) -> None:
         help="decide without what earlier runs with --tune measured on this device",
     )
     group.add_argument(
-        "--time", action="store_true", help="time the original and the result at a few lengths, for 20 seconds"
+        "--time",
+        action="store_true",
+        help="time the original and the result at a few lengths, and padded texts, for 20 seconds",
     )
     group.add_argument("--plan", type=Path, metavar="FILE", help="apply a saved plan instead of choosing")
     group.add_argument("--save-plan", type=Path, metavar="FILE", help="save the choices as JSON, with --dry-run too")

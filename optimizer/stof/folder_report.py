@@ -68,7 +68,7 @@ class FolderReport:
         return f"{count} of {models} models failed; nothing was written" if count else ""
 
     def to_text(self) -> str:
-        """A line for each model and its times, one for the other files, and what was written."""
+        """A line for each model, what of it stays and its times, one for the other files, and what was written."""
         lines = []
         for name in sorted({*self.reports, *self.failures}):
             if name in self.failures:
@@ -76,7 +76,8 @@ class FolderReport:
             else:
                 lines.append(f"{name}: {self.reports[name].summary()}")
                 report = self.reports[name]
-                lines += [f"  {line}" for line in (*report.choice_lines(), *report.time_lines())]
+                more = (*report.reasons_kept(), *report.choice_lines(), *report.time_lines())
+                lines += [f"  {line}" for line in more]
         if self.output:
             lines += [f"{len(self.others)} other files: copied", *self.library_lines(), f"written: {self.output}"]
         elif self.dry_run:

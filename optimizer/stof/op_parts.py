@@ -17,6 +17,7 @@ from stof.report import Section
 
 if TYPE_CHECKING:
     from stof.prompts.files import PromptSet
+    from stof.verification.padding.padded_batch import PaddedBatch
     from stof.verification.result import Verification
 
 
@@ -64,6 +65,14 @@ class StatesOutputs(ABC):
     @abstractmethod
     def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
         """The original with outputs as the options want them, made without the op; itself where they stay as they are."""
+
+
+class LeavesPaddingOut(ABC):
+    """An op that computes texts without the padding of their batch."""
+
+    @abstractmethod
+    def padded_batches(self, decided: Decisions) -> tuple[PaddedBatch, ...]:
+        """The batches whose padding is left out."""
 
 
 class HoldsPrompts(ABC):

@@ -35,6 +35,7 @@ from stof.report import Section
 from stof.result_shapes import ResultRules
 from stof.selection import CandidateNames, NamedCandidate, Selection, UserChoice, list_candidates
 from stof.sparsify.sparsity import Sparsity
+from stof.symbolic import Symbolic
 from stof.targets import Target
 
 if TYPE_CHECKING:
@@ -54,6 +55,19 @@ class Tuning:
 
     spent: float = 0.0
     started: float = field(default_factory=time.time)
+
+
+class Interpretation:
+    """The facts of the model that was interpreted last: where an op changes nothing, those after it get them as they are."""
+
+    def __init__(self) -> None:
+        self._last: tuple[onnx.ModelProto, Symbolic] | None = None
+
+    def of(self, model: onnx.ModelProto) -> Symbolic:
+        """The facts of a model, which nobody changes from here on."""
+        if self._last is None or self._last[0] is not model:
+            self._last = model, Symbolic(model)
+        return self._last[1]
 
 
 class OpSettings(Protocol):
@@ -81,6 +95,7 @@ class Job:
         prompts: the file of --prompts; None: there is none.
         inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
         settings: what the options of its own say to an op, by its key.
+        facts: of the model that was interpreted last.
     """
 
     options: Options
@@ -95,6 +110,7 @@ class Job:
     prompts: PromptSet | None = None
     inputs: Callable[[], ModelInputs] | None = None
     settings: Mapping[str, OpSettings] = field(default_factory=dict)
+    facts: Interpretation = field(default_factory=Interpretation)
 
     @property
     def target(self) -> Target:

@@ -42,7 +42,7 @@ from stof.stages import Stage, find_model_inputs, rewrite
 from stof.target_support import missing_for
 from stof.terminal import say
 from stof.tuning_cache import cache_path
-from stof.verify_stages import verify_stages
+from stof.verify_stages import find_padded_batches, verify_stages
 
 
 def optimize(model: str | Path, output: str | Path | None = None, options: Options | None = None) -> Report:
@@ -417,7 +417,8 @@ def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) ->
         inputs = find_model_inputs(job, stages)
         if report.verification is not None:  # on usual numbers, runs take too long
             inputs.maker.magnitudes.update(report.verification.reduced_inputs)
-        report.times = time_models(job.source, target, inputs, job.options.shapes)
+        padded = find_padded_batches(stages)
+        report.times = time_models(job.source, target, inputs, job.options.shapes, None, padded)
         report.notes += tuple(f"not timed: {words}" for words in report.times.left_out)
     except (NotTimedError, RuntimeFailure, StofError, KeyError, MemoryError, TypeError, ValueError) as error:
         report.notes += (f"not timed: {explained(error)}",)

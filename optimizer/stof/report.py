@@ -181,6 +181,10 @@ class Section(ABC):
         """The section in the report's first line; or empty."""
         return ""
 
+    def reasons_kept(self) -> list[str]:
+        """Why candidates stay, for the report of a folder, where one line says what was replaced; a line for each."""
+        return []
+
     def mask_pictures(self) -> list[str]:
         """Lines below the rows of all sections."""
         return []
@@ -314,12 +318,12 @@ class Report:
         return [] if earlier is None else [f"choices: {earlier.to_text()}"]
 
     def time_lines(self) -> list[str]:
-        """What --time measured: the whole model, the longest inputs first, and one token of a decoder."""
+        """What --time measured: the whole model, the longest inputs first, padded texts, and one token of a decoder."""
         if self.times is None:
             return []
-        token = self.times.token
         lines = [f"measured: {times.to_text()}" for times in reversed(self.times.lengths)]
-        return lines if token is None else [*lines, f"measured, one token: {token.to_text()}"]
+        others = {"padded texts": self.times.padded, "one token": self.times.token}
+        return lines + [f"measured, {what}: {times.to_text()}" for what, times in others.items() if times is not None]
 
     def to_text(self) -> str:
         """A table by kind of candidate, a picture of each distinct mask, and what was verified."""
@@ -355,8 +359,8 @@ class Report:
         """What to do where --time found the result slower than the original."""
         if self.times is None:
             return []
-        timed = [*reversed(self.times.lengths), *filter(None, [self.times.token])]
-        slower = [t.inputs for t in timed if t.is_slower]
+        timed = [*reversed(self.times.lengths), *filter(None, [self.times.padded, self.times.token])]
+        slower = [t.label for t in timed if t.is_slower]
         return [f"hint: slower than the original at {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
 
     def summary(self) -> str:
@@ -368,6 +372,10 @@ class Report:
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
         return "; ".join([self._headline(), self._verdict(), *loss])
+
+    def reasons_kept(self) -> list[str]:
+        """What the summary does not say: why candidates of some ops stay as they are."""
+        return [reason for s in self.sections.values() for reason in s.reasons_kept()] if self.replaced else []
 
     def _verdict(self) -> str:
         """Whether the result was verified, in a few words."""

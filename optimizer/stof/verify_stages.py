@@ -15,12 +15,13 @@ from stof.execution.run_limits import LimitReached, RunLimits
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.execution.upcast import TypedAttributes
 from stof.files import temporary_folder
-from stof.op_parts import ChangesOutputs, ExplainsFailures, StatesOutputs, collect_typed_attributes
+from stof.op_parts import ChangesOutputs, ExplainsFailures, LeavesPaddingOut, StatesOutputs, collect_typed_attributes
 from stof.op_rewrite import OpRewrite
 from stof.report import Report
 from stof.stages import Stage, can_drop, drop
 
 if TYPE_CHECKING:
+    from stof.verification.padding.padded_batch import PaddedBatch
     from stof.verification.result import Verification
 
 _LONGEST_REASON = 300
@@ -174,6 +175,12 @@ class _Attempts:
         return self.limits.share(_SHARE * seconds_left if any(can_drop(s) for s in stages) else seconds_left)
 
 
+def find_padded_batches(stages: Sequence[Stage]) -> list[PaddedBatch]:
+    """The batches whose padding ops leave out."""
+    found = (s.op.padded_batches(s.decided) for s in stages if isinstance(s.op, LeavesPaddingOut))
+    return [batch for batches in found for batch in batches]
+
+
 def _verify(
     stages: Sequence[Stage],
     folder: Path,
@@ -207,6 +214,7 @@ def _verify(
                 user_inputs,
                 job.options.shapes,
                 is_from_file=job.sparsity is None and original is job.model,
+                padded_batches=find_padded_batches(stages),
             )
             for op in (s.op for s in stages):
                 if isinstance(op, ChangesOutputs):

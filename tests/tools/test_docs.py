@@ -27,7 +27,7 @@ from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.tuning_cache import EarlierMeasurements
 from stof.unpadding.report import UnpadReport
 from stof.verification.model_times import ModelTimes, RunTimes
-from stof.verification.result import DecidedDifference, PartialVerification
+from stof.verification.result import DecidedDifference, PaddingMove, PartialVerification
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -197,6 +197,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         report["chains"][0],
         report["verification"],
         asdict(DecidedDifference("", "", 0, 0, (0.0, 0.0), 0.0, 0.0, 0.0, 0, True, True)),
+        asdict(PaddingMove("", "", 0, 0, 0.0, 0.0, 0.0)),
         first,
         first["coverage"],
         asdict(PartialVerification({}, {}, 0, True)),
@@ -204,7 +205,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         EarlierMeasurements("", 1, (None,)).to_json(),
     )
     token = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1))
-    times = replace(token, token=token).to_json()
+    times = replace(token, token=token, padded=token, padded_over_real=1.0).to_json()
     (tmp_path / "folder").mkdir()
     (tmp_path / "out.onnx").rename(tmp_path / "folder" / "out.onnx")
     folder = json.loads(stof.optimize_folder(tmp_path / "folder", tmp_path / "new").to_json())

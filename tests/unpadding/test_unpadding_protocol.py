@@ -17,6 +17,7 @@ from onnx import helper, numpy_helper
 import stof
 from stof import cli
 from stof.errors import ArgumentError, ModelError, StofError
+from stof.op_rewrite import Interpretation
 from stof.ops import PLAN_FORMATS
 from stof.options import Options
 from stof.plan import Plan, load, parse
@@ -234,15 +235,31 @@ def test_reports(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "nodes run on real tokens alone" in text
     assert "real tokens alone, by attention_mask: " in text
-    assert "2 of 2 attentions, estimated 2.0x at 50%, 4.0x at 75%, 6.7x at 85% padding" in text
+    assert "2 of 2 attentions, estimated 1.0x at 0%, 2.0x at 50%, 4.0x at 75%, 6.7x at 85% padding" in text
     (row,) = json.loads(json_file.read_text())[KEY]
     assert row | {"nodes": 0} == {
         "batch": "attention_mask", "index": 0, "replaced": True, "reason": "replaced", "nodes": 0, "attentions": 2,
-        "of_attentions": 2, "keys_only": 0, "gains": pytest.approx([2, 4, 20 / 3]), "zero_outputs": [], "rest": "",
+        "of_attentions": 2, "keys_only": 0, "gains": pytest.approx([1, 2, 4, 20 / 3]), "padding": [0, 0.5, 0.75, 0.85],
+        "zero_outputs": [], "rest": "",
     }  # fmt: skip
     html = page.read_text()
     assert "Padding masks" in html
     assert "attention_mask" in html
+    assert "estimated 1.0x at 0%, 2.0x at 50%, 4.0x at 75%, 6.7x at 85% padding" in html
+
+
+def test_the_padding_of_verification_is_stated(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file, page = path.with_suffix(".report.json"), path.with_suffix(".html")
+    assert run_cli(path, "--chains", "off", "--json", json_file, "--report", page) == 0
+    verification = json.loads(json_file.read_text())["verification"]
+    shares = dict(zip(verification["cases"], verification["padding_shares"], strict=True))
+    assert all((share == 0) != ("padded" in case) and share < 0.75 for case, share in shares.items())
+    most = f"padding was 0% to {max(shares.values()):.0%} of the rows of inputs"
+    assert most in capsys.readouterr().out
+    assert most[1:] in page.read_text()
+    assert run_cli(path, "--unpad", "off", "--json", json_file) == 0
+    assert set(json.loads(json_file.read_text())["verification"]["padding_shares"]) == {None}
+    assert "of the rows of inputs" not in capsys.readouterr().out
 
 
 def test_reports_of_zero_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,3 +446,32 @@ def test_a_saved_plan_is_as_the_file_says(path: Path) -> None:
     plan = path.with_suffix(".json")
     optimize(path, save_plan=plan)
     assert load(plan, PLAN_FORMATS).entries[KEY] == (UnpadPlan("attention_mask", True),)
+
+
+# ---- what it costs ----
+@pytest.mark.parametrize(("kind", "most"), [("all", 3), ("mean", 4)])
+def test_a_model_is_interpreted_once_for_each_state(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exported; with its attention replaced; without padding, where it is left out; as it is written, for exact sizes.
+
+    Where padding stays, fused chains are looked for in the model that padding was looked for in: by the same facts.
+    """
+    made: list[int] = []
+    original = Symbolic.__init__
+
+    def init(self: Symbolic, model: onnx.ModelProto, *given: object, **options: object) -> None:
+        made.append(len(model.graph.node))
+        original(self, model, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Symbolic, "__init__", init)
+    _, report = unpadded(encoder(kind), chains="on")
+    assert rows_of(report)[0].replaced == (kind == "mean")
+    assert any(chain.replaced for chain in report.chains)
+    assert len(made) == most, made
+
+
+def test_facts_are_those_of_the_model_that_is_asked_for() -> None:
+    facts, first, second = Interpretation(), encoder("mean"), encoder("mean", "first")
+    found = facts.of(first)
+    assert facts.of(first) is found
+    assert facts.of(second).shape("first") is not None
+    assert facts.of(first).shape("first") is None

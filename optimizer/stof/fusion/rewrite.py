@@ -141,7 +141,9 @@ class FusionRewrite(OpRewrite[FusionCandidates, FusionProblems, FusionDecisions]
 
     def describe(self, job: Job, candidates: FusionCandidates) -> FusionProblems:
         model = candidates.model
-        return FusionProblems(candidates, None if model is None else DescribedModel(model, candidates.policy))
+        if model is None:
+            return FusionProblems(candidates, None)
+        return FusionProblems(candidates, DescribedModel(model, candidates.policy, job.facts.of))
 
     def decide(self, job: Job, described: FusionProblems) -> FusionDecisions | LeftOut:
         decider, selection = described.candidates.decider, described.candidates.selection

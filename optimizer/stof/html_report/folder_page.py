@@ -88,6 +88,7 @@ def _cells(folder: FolderReport, model: str) -> list[str]:
     nodes = f"{report.nodes_before} → {report.nodes_after}" if changes else ""
     result = e.pill("failed", "bad") if error else _result(report)
     details = str(error) if error else result_words(report) if not report.replaced else words
+    details = ". ".join(filter(None, [details, *report.reasons_kept()]))
     earlier = report.earlier_measurements
     if earlier is not None:
         details += f". Choices: {earlier.to_text()}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stof.verification.model_times import ModelTimes
 
 _MOST_BARS = 24
-_WHOLE, _TOKEN = "Whole model", "One token behind a past"
+_WHOLE, _PADDED, _TOKEN = "Whole model", "Whole model, padded texts", "One token behind a past"
 
 
 def is_loss(factor: float) -> bool:
@@ -29,6 +29,8 @@ def speed_card(report: Report) -> str:
         all_gains = [t.speedup for t in times.lengths]
         if times.shorter:
             words += f"; {min(all_gains):.2f} to {max(all_gains):.2f}× at {len(all_gains)} lengths"
+        if times.padded is not None:
+            words += f"; {times.padded.speedup:.2f}× on padded texts"
         return e.card("Measured speed-up", f"{times.speedup:.2f}×", words, "bad" if is_loss(min(all_gains)) else "")
     gains = [g.factor for s in report.sections.values() for g in s.page_gains() if not g.measured]
     if not gains:
@@ -63,17 +65,17 @@ def speed_part(report: Report) -> str:
 
 
 def _list_times(report: Report) -> list[tuple[str, ModelTimes]]:
-    """What --time measured: the longest inputs first, then shorter ones, then a token."""
+    """What --time measured: the longest inputs first, then shorter ones, padded texts, a token."""
     if report.times is None:
         return []
-    token = report.times.token
+    others = ((_PADDED, report.times.padded), (_TOKEN, report.times.token))
     times_by_label = [(_WHOLE, times) for times in reversed(report.times.lengths)]
-    return times_by_label if token is None else [*times_by_label, (_TOKEN, token)]
+    return times_by_label + [(label, times) for label, times in others if times is not None]
 
 
 def _advice(timed: Sequence[tuple[str, ModelTimes]], gains: Sequence[Gain]) -> str:
     """What to do about each gain below 1."""
-    slower = [f"{what}, {t.inputs}: {t.speedup:.2f}×" for what, t in timed if is_loss(t.speedup)]
+    slower = [f"{what}, {t.label}: {t.speedup:.2f}×" for what, t in timed if is_loss(t.speedup)]
     lines = [f"Slower than the original: {'; '.join(slower)}. {SLOWER_ADVICE}"] if slower else []
     for gain in gains:
         lost = [f"{factor:.2f}× at {length}" for length, factor in gain.points if is_loss(factor)]
@@ -106,7 +108,7 @@ def _time_bars(what: str, times: ModelTimes) -> str:
     longest = max(times.original.best, times.optimized.best)
     pairs = [("original", times.original.best), ("optimized", times.optimized.best)]
     shares = [(label, seconds / longest, _milliseconds(seconds)) for label, seconds in pairs]
-    return _bars(f"{what}, measured, {times.inputs}", times.speedup, "", shares)
+    return _bars(f"{what}, measured, {times.label}", times.speedup, "", shares)
 
 
 def _gain_bars(gain: Gain) -> str:

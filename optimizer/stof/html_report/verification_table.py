@@ -11,6 +11,7 @@ from stof.report import Report
 from stof.verification.describe import (
     describe_coverage,
     describe_how_run,
+    describe_padding,
     describe_partial,
     describe_reduced_inputs,
     describe_unread,
@@ -97,6 +98,7 @@ def _sentences(verification: Verification) -> list[str]:
         verdict = "as in the original's own runs" if decision.explained else "more than in the original's own runs"
         words.append(f"Decided by rounding, {verdict}: {decision.case}: {decision.to_text()}.")
     words += map(_sentence, describe_how_run(verification))
+    words += map(_sentence, describe_padding(verification))
     if verification.suspects:
         words.append(f"Sites that make outputs differ together: {', '.join(verification.suspects)}.")
     return words

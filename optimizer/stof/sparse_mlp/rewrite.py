@@ -40,7 +40,6 @@ from stof.sparse_mlp.plan_entry import SELECTIONS, MlpPlan, read_mlp_plan
 from stof.sparse_mlp.problem import MlpProblem
 from stof.sparse_mlp.report import KEY, NAMES, MlpReport, MlpSection, PredictionReport
 from stof.sparse_mlp.site import OP, MlpSite
-from stof.symbolic import Symbolic
 
 if TYPE_CHECKING:
     from stof.sparse_mlp.calibration.fit import NeuronPrediction
@@ -118,7 +117,7 @@ class SparseMlpRewrite(OpRewrite[MlpModel, DescribedMlps, MlpDecisions], ReadsOp
             return MlpModel(job.model)
         before = with_separate_activations(with_dequantized_tokens(model()))
         with job.step("mlps"):
-            symbolic = Symbolic(before)
+            symbolic = job.facts.of(before)
             candidates = tuple(find_mlps(before, symbolic, any_activation=settings is not None))
         return MlpModel(before, symbolic if candidates else None, candidates, settings)
 

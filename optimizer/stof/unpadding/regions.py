@@ -8,7 +8,7 @@ whatever reads them: a node is in the region where nothing does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import onnx
@@ -169,7 +169,7 @@ class _Analysis:
         sites = frozenset(i for i in inside if i in self.attentions)
         written = {n for i in inside for n in self.nodes[i].output}
         cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(self.nodes[i], written))
-        if not sites:
+        if not sites and not cross:
             return self._refusal(self._find_cause())
         region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross)
         unpadded = region.unpadded(self.nodes)
@@ -401,7 +401,7 @@ class _Analysis:
         return not any(n in self.needed for n in node.output)
 
     def _connected(self, inside: Mapping[int, RowWise]) -> dict[int, RowWise]:
-        """The nodes that tensors of the region connect with one of its attentions."""
+        """The nodes that tensors of the region connect with an attention, or with keys and values of other tokens' queries."""
         writers = {n: i for i in inside for n in self.nodes[i].output if n}
         group = {i: i for i in inside}
 
@@ -416,9 +416,12 @@ class _Analysis:
                 if name in writers:
                     group[find(i)] = find(writers[name])
         kept = {find(i) for i in inside if i in self.attentions}
+        for node in (self.nodes[i] for i in self.attentions - inside.keys()):
+            if node.input[0] not in self.tokens and self._has_unpadded_keys(node, writers):
+                kept |= {find(writers[node.input[j]]) for j in (1, 2)}
         return {i: row_wise for i, row_wise in inside.items() if find(i) in kept}
 
-    def _has_unpadded_keys(self, node: onnx.NodeProto, written: set[str]) -> bool:
+    def _has_unpadded_keys(self, node: onnx.NodeProto, written: Container[str]) -> bool:
         """Whether key and value of an attention are among what the region writes, and its query is not."""
         layouts = attention_layouts(node)
         return (
@@ -435,6 +438,9 @@ class _Analysis:
                 if name in self.needed:
                     return self.needed[name]
             if i not in self.known:
+                for name in node.input[1:3]:
+                    if name in self.needed:
+                        return self.needed[name]
                 sources = [n for n in node.input[:3] if n not in self.tokens]
                 if sources:
                     return f"the tokens in {sources[0]!r} could not be followed"

@@ -12,7 +12,9 @@ from stof.selection import CandidateNames, NamedCandidate
 
 KEY = "unpadding"
 NAMES = CandidateNames("padding mask", "unpad:")
-PADDING = (0.5, 0.75, 0.85)  # shares of padding that gains are estimated for
+PADDING = (0.0, 0.5, 0.75, 0.85)  # shares of padding that gains are estimated for
+
+_USUAL = 0.5  # of these, the share of the page's bar
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class UnpadReport:
         attentions: how many attentions do.
         of_attentions: how many attentions read the mask.
         keys_only: attentions between another text and the real tokens of this one.
-        gains: the estimated time with padding over that without, at each share of ``PADDING``.
+        gains: the estimated time with padding over that without, at each share of ``padding``; empty where nothing is known.
+        padding: shares of all rows that are assumed to be padding.
         zero_outputs: outputs whose rows of padding are 0, as ``--unpad on`` allows.
         rest: why other attentions under the mask stay padded; empty where none does.
     """
@@ -39,6 +42,7 @@ class UnpadReport:
     of_attentions: int = 0
     keys_only: int = 0
     gains: tuple[float, ...] = ()
+    padding: tuple[float, ...] = PADDING
     zero_outputs: tuple[str, ...] = ()
     rest: str = ""
 
@@ -82,6 +86,10 @@ class UnpadSection(Section):
         changed = f"ROWS OF PADDING BECOME 0 in {', '.join(zeros)}: " if zeros else ""
         return f"{changed}{nodes} nodes {'can run' if dry_run else 'run'} on real tokens alone"
 
+    def reasons_kept(self) -> list[str]:
+        kept = [f"padding of {r.batch} stays: {r.reason}" for r in self.rows if not r.replaced]
+        return kept + [f"padding of {r.batch} stays in part: {r.rest}" for r in self.rows if r.replaced and r.rest]
+
     def lines(self) -> list[str]:
         return [line for row in self.rows for line in _row_lines(row)]
 
@@ -90,12 +98,11 @@ class UnpadSection(Section):
         return PageTable("Padding masks", ("details",), rows)
 
     def page_gains(self) -> Sequence[Gain]:
-        half = PADDING.index(0.5)
         return [
             Gain(
                 f"batches padded by half, mask {r.batch}",
                 r.nodes,
-                r.gains[half],
+                r.gains[r.padding.index(_USUAL)],
                 False,
                 "--unpad off leaves the padding",
             )
@@ -113,7 +120,7 @@ def _facts(row: UnpadReport) -> str:
     if row.keys_only:
         words.append(f"keys and values alone of {row.keys_only} more")
     if row.gains:
-        estimates = (f"{gain:.1f}x at {share:.0%}" for share, gain in zip(PADDING, row.gains, strict=True))
+        estimates = (f"{gain:.1f}x at {share:.0%}" for share, gain in zip(row.padding, row.gains, strict=True))
         words.append(f"estimated {', '.join(estimates)} padding")
     return ", ".join(words)
 

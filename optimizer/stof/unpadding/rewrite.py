@@ -9,19 +9,21 @@ from dataclasses import dataclass, replace
 import onnx
 
 from stof.graph.index import DOMAIN, opset_of
-from stof.op_parts import LeftOut, StatesOutputs
+from stof.op_parts import LeavesPaddingOut, LeftOut, StatesOutputs
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
+from stof.unpadding.padded_batches import describe_batches
 from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
 from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion, find_pad_mask
 from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
 from stof.unpadding.zero_rows import find_missing, with_zero_rows
+from stof.verification.padding.padded_batch import PaddedBatch
 
 _OFF = "see --unpad"
 
@@ -69,7 +71,7 @@ class UnpadDecisions(Decisions):
         return replace(self, unpadded=self.unpadded.without(reason), regions=())
 
 
-class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOutputs):
+class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPaddingOut, StatesOutputs):
     """Leaves the rows of padding out of everything that computes each token by itself, and of attention."""
 
     key = KEY
@@ -84,7 +86,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
         if not any(n.domain == DOMAIN and n.op_type == ATTENTION and find_pad_mask(n) for n in before.graph.node):
             return PaddedBatches(before)
         with job.step("unpadding"):
-            symbolic = Symbolic(before)
+            symbolic = job.facts.of(before)
             zero_outputs = job.options.unpad == "on"
             results = tuple(find_regions(before, symbolic, opset_of(before), zero_outputs))
         return PaddedBatches(before, symbolic if results else None, results)
@@ -105,6 +107,11 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
             reason = result.reason if region is None else ""
             if outputs and region is not None and (missing := find_missing(job.model, region)):
                 reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
+            gains: tuple[float, ...] = ()
+            if region is not None and model is not None and described.symbolic is not None:
+                gains = estimate_gains(model, described.symbolic, [region])
+                if not gains and not region.sites:
+                    reason = "no matmul computes the keys and values of its attention from tokens"
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
             elif job.target.copies_sequences and region is not None and model is not None:
@@ -123,7 +130,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
                     nodes=len(region.nodes),
                     attentions=len(region.sites),
                     keys_only=len(region.cross_sites),
-                    gains=estimate_gains(model, described.symbolic, [region]),
+                    gains=gains,
                     zero_outputs=outputs,
                     rest=result.reason,
                 )
@@ -145,6 +152,13 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], StatesOut
             return model
         changed = [r for r in decided.regions if r.zero_outputs(before.graph)]
         return with_zero_rows(model, before, symbolic, changed) if changed else model
+
+    def padded_batches(self, decided: Decisions) -> tuple[PaddedBatch, ...]:
+        assert isinstance(decided, UnpadDecisions)
+        model, symbolic = decided.batches.model, decided.batches.symbolic
+        if model is None or symbolic is None:
+            return ()
+        return describe_batches(model, symbolic, decided.regions)
 
     def empty_section(self) -> UnpadSection:
         return UnpadSection()

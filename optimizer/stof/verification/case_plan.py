@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import onnx
 
 from stof.execution.case import Case
@@ -18,9 +19,25 @@ from stof.verification.result import SkippedCase
 
 _PROCESS = 128 << 20  # bytes of the process that runs sessions, before it has one
 _WEIGHTS = 3  # copies: the model as it is read, the session's, and what is written of it
+_FLOPS = 3e10  # a second, of two cores
 _RATE = 1e9  # bytes of tensors that a slow machine computes in a second
 _CHEAP = 64 << 20  # bytes that never take long
 _OUTPUTS = 6  # of a case: of the original's runs, of the optimized model's, and what is on its way between processes
+
+
+def count_affordable_tokens(model: onnx.ModelProto, seconds: float) -> float:
+    """How many tokens a model can be given in a third of the time, one of three runs of each case, at a slow machine's rate."""
+    weights = sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer)
+    return seconds / 3 * _FLOPS / (2 * max(1, weights))
+
+
+def describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
+    """The message where no inputs fit into the memory."""
+    least = skipped[-1] if skipped else SkippedCase("no inputs", "")
+    return (
+        f"the model cannot be verified in {show_bytes(memory)} of memory: no inputs fit ({least.case}: {least.reason}). "
+        "Nothing was written; raise --verify-memory, or leave verification out with --no-verify"
+    )
 
 
 class CasePlan:

@@ -45,6 +45,7 @@ def describe_verification(v: Verification, forms: Sequence[str]) -> list[str]:
             f"not comparable at the model's outputs: {len(others)} outputs, in which the original's own runs differ by as "
             f"much as the numbers vary ({worst.what}: {worst.detail or f'up to {worst.budget / 4:.2e}'})"
         )
+    lines += [f"          ({words})" for words in describe_padding(v)]
     lines += v.describe_decisions()
     lines += _skipped_lines(v)
     if v.unread:
@@ -73,6 +74,31 @@ def describe_how_run(v: Verification) -> list[str]:
         what = "both" if v.partial is None else "what runs here"
         sentences.append(f"half precision: {what} ran widened to fp32, the operator of each site in its own type")
     return sentences
+
+
+def describe_padding(v: Verification) -> list[str]:
+    """What is known of the padding that is left out; a sentence each."""
+    shares = [share for share in v.padding_shares if share is not None]
+    if not any(shares):
+        return []
+    words = f"padding was {min(shares):.0%} to {max(shares):.0%} of the rows of inputs"
+    return [words, *_describe_longer_padding(v)]
+
+
+def _describe_longer_padding(v: Verification) -> list[str]:
+    """How far padding moves the outputs of a dynamically quantized original, and how far those without padding are from it."""
+    if v.padding_not_measured:
+        return [f"scales of dynamic quantization are of real tokens alone; what padding does: {v.padding_not_measured}"]
+    if not v.padding_moves:
+        return []
+    worst = max(v.padding_moves, key=lambda m: m.apart / max(m.largest, 1e-30))
+    longer = f"padding from {worst.length} to {worst.longer} positions"
+    how = longer if worst.longer > worst.length else "other tokens as padding"
+    return [
+        f"scales of dynamic quantization are of real tokens alone. With {how} the original's {worst.output!r} moves by up to "
+        f"{worst.moved:.2e}; without padding it is {worst.apart:.2e} from the original's ({worst.case}; numbers up to "
+        f"{worst.largest:.2e})"
+    ]
 
 
 def _describe_end(v: Verification) -> str:

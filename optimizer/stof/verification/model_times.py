@@ -13,13 +13,23 @@ from typing import Any
 import numpy as np
 
 from stof.errors import explained
-from stof.execution.case import Case
+from stof.execution.case import Case, Padding
 from stof.execution.ort_sessions import file_session
 from stof.execution.session_process import RuntimeFailure, Session, TimingLimits, release_sessions
 from stof.graph.external_data import external_files
 from stof.verification.input_labels import describe_feeds
 from stof.verification.model_inputs import ModelInputs
-from stof.verification.timed_cases import LENGTHS, NotTimedError, Shapes, TimedCase, case_of, choose_cases
+from stof.verification.padding.padded_batch import Feed, PaddedBatch
+from stof.verification.padding.padded_texts import pad_texts
+from stof.verification.timed_cases import (
+    LENGTHS,
+    NotTimedError,
+    Shapes,
+    TimedCase,
+    case_of,
+    choose_cases,
+    choose_padded_case,
+)
 
 SECONDS = 20.0  # after which no further round begins, at all lengths together
 _LIMITS = TimingLimits(seconds=SECONDS, end=3 * SECONDS, most_rounds=20, least_rounds=3)
@@ -53,6 +63,8 @@ class ModelTimes:
         length: keys of the longest attention, or the longest named dimension; 0: neither is known.
         shapes: the shape of each input.
         shorter: those at shorter inputs, the shortest first.
+        padded_over_real: positions over real tokens; None: padding is not left out, and times do not depend on it.
+        padded: those of a batch of padded texts; None: padding is not left out, or nothing was timed.
         left_out: longer or other inputs that were to be timed, with the reason.
     """
 
@@ -63,7 +75,15 @@ class ModelTimes:
     length: int = 0
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shorter: tuple[ModelTimes, ...] = ()
+    padded_over_real: float | None = None
+    padded: ModelTimes | None = None
     left_out: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The sizes of the inputs, with their padding where times depend on it."""
+        ratio = self.padded_over_real
+        return self.inputs if ratio is None else f"{self.inputs}, padded/real {ratio:.1f}"
 
     @property
     def speedup(self) -> float:
@@ -84,19 +104,22 @@ class ModelTimes:
         """Both times, the speed-up and the inputs in one line."""
         return (
             f"{1e3 * self.original.best:.4g} ms -> {1e3 * self.optimized.best:.4g} ms, {self.speedup:.2f}x "
-            f"({self.inputs}; best of {self.optimized.runs} alternating runs)"
+            f"({self.label}; best of {self.optimized.runs} alternating runs)"
         )
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key in the report's JSON."""
         data = {**self._own_json(), "lengths": [times._own_json() for times in self.lengths]}
-        return data if self.token is None else {**data, "token": self.token._own_json()}
+        others = {"token": self.token, "padded": self.padded}
+        return data | {key: times._own_json() for key, times in others.items() if times is not None}
 
     def _own_json(self) -> dict[str, Any]:
+        padding = {} if self.padded_over_real is None else {"padded_over_real": self.padded_over_real}
         return {
             "inputs": self.inputs,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "length": self.length,
+            **padding,
             "original": asdict(self.original),
             "optimized": asdict(self.optimized),
             "speedup": self.speedup,
@@ -109,6 +132,7 @@ def time_models(
     inputs: ModelInputs,
     shapes: Shapes,
     limits: TimingLimits | None = None,
+    padded_batches: Sequence[PaddedBatch] = (),
 ) -> ModelTimes:
     """Times two model files at a few lengths.
 
@@ -118,6 +142,7 @@ def time_models(
         inputs: draws the inputs of both.
         shapes: the ranges in use of the inputs' dimensions, by name.
         limits: how long, of all lengths together; by default about 20 seconds.
+        padded_batches: texts whose padding the second one leaves out: padded ones are timed, too.
 
     Raises:
         NotTimedError: when memory or time do not suffice.
@@ -129,7 +154,7 @@ def time_models(
     try:
         first = file_session(original.absolute(), library=False, seconds=_LOAD_SECONDS)
         second = file_session(optimized.absolute(), library=True, seconds=_LOAD_SECONDS)
-        times = _Run(first, second, inputs, shapes, limits).time_lengths(cases)
+        times = _Run(first, second, inputs, shapes, limits, padded_batches).time_lengths(cases)
         del first, second
     except TimeoutError:
         raise NotTimedError(f"a session takes more than {_LOAD_SECONDS:.0f} s to load") from None
@@ -142,13 +167,20 @@ class _Run:
     """Two sessions that are timed by turns, until the time is over."""
 
     def __init__(
-        self, first: Session, second: Session, inputs: ModelInputs, shapes: Shapes, limits: TimingLimits
+        self,
+        first: Session,
+        second: Session,
+        inputs: ModelInputs,
+        shapes: Shapes,
+        limits: TimingLimits,
+        padded_batches: Sequence[PaddedBatch] = (),
     ) -> None:
         self.first = first
         self.second = second
         self.inputs = inputs
         self.shapes = shapes
         self.limits = limits
+        self.padded_batches = padded_batches
         self.start = time.monotonic()
         self.left_out: list[str] = []
 
@@ -174,9 +206,10 @@ class _Run:
             raise NotTimedError("; ".join(self.left_out))
         reached = measured[-1]
         case = self.inputs.maker.token_case(reached.length if reached.length > 1 else cases[-1].length)
+        padded = self._time_padded(reached, cases[-1].length) if self.padded_batches else None
         # Behind as many keys as the longest prompt has.
         token = None if case is None or not self.first.is_alive else self._time(case, reached.length, 1.0)
-        return replace(reached, token=token, shorter=tuple(measured[:-1]), left_out=tuple(self.left_out))
+        return replace(reached, token=token, padded=padded, shorter=tuple(measured[:-1]), left_out=tuple(self.left_out))
 
     def _time_between(self, cases: Sequence[TimedCase], measured: Sequence[ModelTimes]) -> list[ModelTimes]:
         """The times at half the longest length, or at half of that: stored positions may end before the longest one."""
@@ -194,6 +227,22 @@ class _Run:
             length //= 2
         return []
 
+    def _time_padded(self, reached: ModelTimes, length: int) -> ModelTimes | None:
+        """The times of a batch of padded texts, as many as there is time for going by one text without padding."""
+        seconds = (
+            (1 + self.limits.least_rounds) * (reached.original.best + reached.optimized.best) / max(1, reached.length)
+        )
+        timed = choose_padded_case(
+            self.inputs.maker,
+            self.shapes,
+            reached.length if reached.length > 1 else length,
+            lambda positions: positions * seconds <= self._seconds_left(),
+        )
+        if timed is None or not self.first.is_alive:
+            self.left_out.append("padded texts: no time or memory was left")
+            return None
+        return self._time(timed.case, timed.keys, 1.0)
+
     def _seconds_left(self) -> float:
         return self.limits.seconds - (time.monotonic() - self.start)
 
@@ -209,7 +258,7 @@ class _Run:
             seconds += max(0.0, (seconds - least) / (last - before) * (timed.keys - last))
         return (1 + self.limits.least_rounds) * seconds <= self._seconds_left()
 
-    def _draw(self, case: Case) -> dict[str, np.ndarray]:
+    def _draw(self, case: Case) -> Feed:
         return self.inputs.maker.draw(case, np.random.default_rng(0))
 
     def _describe(self, feeds: Mapping[str, np.ndarray]) -> str:
@@ -219,7 +268,9 @@ class _Run:
         """The times at a case in so large a part of the time left; None with a reason where it does not run."""
         seconds = share * max(0.0, self._seconds_left())
         end = max(1e-3, self.limits.end - (time.monotonic() - self.start))
-        feeds = self._draw(case)
+        feeds, ratio = self._draw(case), 1.0
+        if case.padding is not Padding.NONE:
+            feeds, ratio = pad_texts(self.padded_batches, self.inputs.maker, feeds)
         words = self._describe(feeds)
         try:
             samples = self.first.measure([self.second], feeds, replace(self.limits, seconds=seconds, end=end))
@@ -231,7 +282,8 @@ class _Run:
             return None
         before, after = (RunTimes(min(s), median(s), len(s)) for s in samples)
         shapes = {name: tuple(array.shape) for name, array in feeds.items()}
-        return ModelTimes(words, before, after, length=keys, shapes=shapes)
+        padded_over_real = ratio if self.padded_batches else None
+        return ModelTimes(words, before, after, length=keys, shapes=shapes, padded_over_real=padded_over_real)
 
 
 def _file_bytes(path: Path, inputs: ModelInputs) -> int:

@@ -10,14 +10,19 @@ from stof.graph.index import all_nodes
 from stof.symbolic import Symbolic
 from stof.verification.perturb import Noisy
 
-_QUANTIZERS = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"})
+_QUANTIZERS = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"})  # of whole tensors
 _INT8_ACCURACY = 4  # of MatMulNBits: it quantizes its input
 
 
 def find_quantizers(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """The nodes that quantize their first input by its own range, in subgraphs and functions, too."""
     nodes = [*model.graph.node, *(n for f in model.functions for n in f.node)]
-    return [n for n in all_nodes(nodes) if n.op_type in _QUANTIZERS or _quantizes_input(n)]
+    return [n for n in all_nodes(nodes) if has_one_scale(n) or _quantizes_input(n)]
+
+
+def has_one_scale(node: onnx.NodeProto) -> bool:
+    """Whether a node quantizes its first input with one scale, by the range of all its rows."""
+    return node.op_type in _QUANTIZERS
 
 
 def _quantizes_input(node: onnx.NodeProto) -> bool:

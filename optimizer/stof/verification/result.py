@@ -93,6 +93,29 @@ class DecidedDifference:
 
 
 @dataclass(frozen=True)
+class PaddingMove:
+    """An output of a model that quantizes dynamically, and how far padding moves it: scales are of all rows, or of real ones.
+
+    Attributes:
+        case: the inputs.
+        output: its name.
+        length: positions of a text with its padding.
+        longer: positions with the longer padding.
+        moved: how far the original's output moves at most where its padding is that long.
+        apart: how far the output without padding is from the original's.
+        largest: the largest number of the original's output.
+    """
+
+    case: str
+    output: str
+    length: int
+    longer: int
+    moved: float
+    apart: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class SkippedCase:
     """Inputs that were not run, and why: ``memory``, ``time``, or what the runtime said."""
 
@@ -147,6 +170,11 @@ class Verification:
     cases: list[str] = field(default_factory=list)  # inputs whose outputs were compared
     skipped: list[SkippedCase] = field(default_factory=list)
     decisions: list[DecidedDifference] = field(default_factory=list)  # that the optimized model takes otherwise
+    # Where padding is left out of what is quantized dynamically: how far it moves outputs, or why that was not measured.
+    padding_moves: list[PaddingMove] = field(default_factory=list)
+    padding_not_measured: str = ""
+    # Of each of ``cases`` the share of rows that are padding, which is left out; None: not known, or not left out.
+    padding_shares: list[float | None] = field(default_factory=list)
     sites_left: int = 0  # how many sites no time was left for
     # Inputs whose numbers were drawn smaller, or larger, by a factor: runs on usual ones take too long.
     reduced_inputs: dict[str, float] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from stof.execution.case import Case
+from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
 from stof.execution.run_limits import free_memory
 from stof.symbolic.algebra.sizes import evaluate_or_none
@@ -18,6 +18,8 @@ _LEAST = 32  # below that a length says little, unless --shape states it
 _FLOPS = 6e10  # a second, of two cores
 _COPIES = 2  # of weights in a session: as they are, and in the layout of kernels
 _SCORES = 3  # tensors of the size of scores that unfused attention holds at a time
+
+_PADDED_LENGTH, _PADDED_TEXTS = 256, (8, 4, 2, 1)  # positions of padded texts at most, and how many there are
 
 Shapes = Mapping[str, tuple[int, int]]
 
@@ -79,6 +81,24 @@ def case_of(maker: InputMaker, shapes: Shapes, length: int) -> TimedCase:
     stated |= {n: high for n, (_, high) in shapes.items() if n in batches}
     case = replace(prompt, other=tuple({**dict(prompt.other), **stated}.items()))
     return TimedCase(case, _find_longest_keys(maker, case), length)
+
+
+def choose_padded_case(maker: InputMaker, shapes: Shapes, length: int, fits: Callable[[int], bool]) -> TimedCase | None:
+    """A batch of padded texts; None where memory or time suffice for not even one.
+
+    Args:
+        maker: draws the inputs.
+        shapes: the ranges in use of the inputs' dimensions, by name. They go before the usual number of texts.
+        length: positions of a text, at most so many.
+        fits: whether there is time for so many positions, those of all texts together.
+    """
+    timed = case_of(maker, shapes, min(length, _PADDED_LENGTH))
+    for texts in _PADDED_TEXTS:
+        case = replace(timed.case, batch=texts, padding=Padding.RIGHT)
+        needed = _SCORES * 4 * _score_elements(maker, case)
+        if needed <= (free_memory() or 1 << 62) // 2 and fits(_rows(maker, case) * max(1, timed.keys)):
+            return replace(timed, case=case)
+    return None
 
 
 def _common_length(maker: InputMaker, shapes: Shapes, length: int) -> int:

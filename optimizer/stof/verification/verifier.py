@@ -28,14 +28,16 @@ from stof.execution.case import Case
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import VerifiedSession, find_without_arrays
 from stof.execution.run_failure import parse_failure
-from stof.execution.run_limits import RUNS, LimitReached, RunLimits, TimeLimit, show_bytes
+from stof.execution.run_limits import RUNS, LimitReached, RunLimits, TimeLimit
 from stof.execution.session_process import RuntimeFailure
 from stof.execution.upcast import TypedAttributes
-from stof.verification.case_plan import CasePlan
+from stof.verification.case_plan import CasePlan, count_affordable_tokens, describe_memory
 from stof.verification.compare import find_undefined_outputs
 from stof.verification.compare_output import compare_output
 from stof.verification.decisions.held_comparisons import HeldComparisons
 from stof.verification.model_inputs import default_inputs
+from stof.verification.padding.longer_padding import LongerPadding
+from stof.verification.padding.padded_batch import PaddedBatch, measure_padding
 from stof.verification.perturb import perturb
 from stof.verification.quantization import find_quantizers
 from stof.verification.reference_runs import CaseSession, ReferenceRuns, run_reference
@@ -46,7 +48,6 @@ from stof.verification.sliced_attention import slice_attention
 from stof.verification.suspects import find_suspects
 from stof.verification.verified_models import VerifiedModels
 
-_FLOPS = 3e10  # a second, of two cores
 _ROUNDINGS = 3  # runs that show what rounding does to a model
 _TIGHT = 0.6  # of the memory: beyond it, memory that the runtime keeps for later runs is too much
 _SPREADS = 2  # runs that show the steps of a quantized model
@@ -57,12 +58,6 @@ _SITES_END, _LEGAL_END, _SPREAD_END = 0.7, 0.8, 0.85
 
 class OriginalFailureError(RuntimeFailure):
     """The original does not run here, and its sites cannot be compared by themselves: nothing can be verified."""
-
-
-def _count_affordable_tokens(model: onnx.ModelProto, seconds: float) -> float:
-    """How many tokens a model can be given in a third of the time, one of three runs of each case, at a slow machine's rate."""
-    weights = sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer)
-    return seconds / 3 * _FLOPS / (2 * max(1, weights))
 
 
 class Verifier:
@@ -77,6 +72,7 @@ class Verifier:
         user_feeds: sets of inputs of the user's.
         shapes: the least and the largest size in use of dimensions, by name.
         is_from_file: the original is what its file holds; else it was changed since, and runs from memory.
+        padded_batches: texts that the original computes with their padding, and the optimized model without.
 
     Raises:
         TimeLimit: when the time is over before anything can run.
@@ -100,8 +96,10 @@ class Verifier:
         user_feeds: Sequence[GivenFeed] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
         is_from_file: bool = True,
+        padded_batches: Sequence[PaddedBatch] = (),
     ) -> None:
         self.original = original
+        self.padded_batches = tuple(padded_batches)
         self.is_from_file = is_from_file
         self.sites = tuple(sites)
         self.limits = limits
@@ -113,7 +111,7 @@ class Verifier:
         self.inputs = replace(drawn, user_feeds=tuple(user_feeds), shapes=shapes or {})
         self.plan = CasePlan(self.inputs, limits)
         limits.check_time()
-        wanted = self.inputs.select_cases(_count_affordable_tokens(original, limits.budget))
+        wanted = self.inputs.select_cases(count_affordable_tokens(original, limits.budget))
         limits.check_time()
         self.sliced = None if self.plan.has_room(wanted) else self._slice(wanted)
         self.cases, self.skipped = self.plan.select(wanted)
@@ -153,7 +151,7 @@ class Verifier:
         """
         start = time.monotonic()
         if not self.cases:
-            raise VerifyError(_describe_memory(self.skipped, self.limits.memory))
+            raise VerifyError(describe_memory(self.skipped, self.limits.memory))
         result = Verification(memory=self.limits.memory, skipped=list(self.skipped))
         result.complete = not self.skipped
         result.sliced = self.sliced is not None
@@ -198,14 +196,6 @@ class Verifier:
         return None
 
 
-def _describe_memory(skipped: Sequence[SkippedCase], memory: int) -> str:
-    least = skipped[-1] if skipped else SkippedCase("no inputs", "")
-    return (
-        f"the model cannot be verified in {show_bytes(memory)} of memory: no inputs fit ({least.case}: {least.reason}). "
-        "Nothing was written; raise --verify-memory, or leave verification out with --no-verify"
-    )
-
-
 class _Run:
     """One verification: the models, and what was run of them.
 
@@ -234,6 +224,7 @@ class _Run:
         # Runs of the original, any of which may be the nearest one, by case; and runs of its expanded form.
         self.legal: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
         self.expanded: list[list[list[np.ndarray]]] = [[] for _ in self.reference.feeds]
+        self.longer = LongerPadding(verifier, models, self.reference, result)
 
     def compare(self) -> None:
         """Sites, then outputs, and where these differ, why.
@@ -261,6 +252,7 @@ class _Run:
         self.result.comparisons.extend(c for comparisons in by_case for c in comparisons)
         self.result.comparisons.extend(find_undefined_outputs(by_case, self._output_names()))
         self.result.cases = [str(self._case(i)) for i in sorted(self.compared)]
+        self.result.padding_shares = [self._measure_padding(i) for i in sorted(self.compared)]
         remaining = [str(self._case(i)) for i in range(len(self.legal)) if i not in self.compared]
         self.result.skipped.extend(SkippedCase(case, "time") for case in remaining)
         self.result.complete = self.result.complete and not remaining
@@ -363,6 +355,7 @@ class _Run:
         if self.result.quantized:
             noise = self.models.quantizer_noise()
             self._run_also([perturb(self.models.probed, noise, seed) for seed in range(_SPREADS)], ran, end)
+        self.longer.add_runs(self.legal, ran, end)
 
     def add_perturbed_runs(self, wrong: Sequence[int]) -> set[int]:
         """Runs whose sites are off by what the op and the nodes that it replaces may differ by, of cases that differ.
@@ -453,6 +446,11 @@ class _Run:
         case = self.verifier.cases[self.reference.ran[i]]
         return self.verifier.inputs.name_sizes(case, self.reference.feeds[i])
 
+    def _measure_padding(self, i: int) -> float | None:
+        """The share of rows that are padding in a case; None where nothing leaves them out."""
+        batches, case = self.verifier.padded_batches, self.verifier.cases[self.reference.ran[i]]
+        return measure_padding(batches, self.verifier.inputs, case, self.reference.feeds[i]) if batches else None
+
     def _make_final(self) -> VerifiedSession:
         return self.models.sessions.make(self.models.final, optimized=True, library=True)
 
@@ -462,6 +460,7 @@ class _Run:
     def _compare_case(self, i: int, arrays: Sequence[np.ndarray]) -> list[Comparison]:
         """The comparisons of the outputs of the optimized model in a case."""
         names, runs = self._output_names(), self.reference
+        self.longer.note(i, arrays)
         expanded = zip(*self.expanded[i], strict=True) if self.expanded[i] else [()] * len(names)
         tensors = zip(names, runs.plain[i], zip(*self.legal[i], strict=True), arrays, expanded, strict=True)
         inputs, feed, is_faulty = self.verifier.inputs, runs.feeds[i], bool(self.result.faulty_sites())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -16,6 +16,7 @@ from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import find_chains, retranslate_chains
 from stof.fusion.translate import FusedChain, RefusedRegion
 from stof.graph.names import FreshNames
+from stof.symbolic import Symbolic
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,16 @@ class DescribedModel:
     Attributes:
         model: as the ops before have written it.
         policy: what the target allows.
+        interpret: gives the facts of the model.
     """
 
     model: onnx.ModelProto
     policy: ChainPolicy
+    interpret: Callable[[onnx.ModelProto], Symbolic] = Symbolic
 
     def copies(self) -> Iterator[FusionCopy]:
         """The models in which regions are looked for, in the order in which they are tried."""
-        return make_copies(self.model, self.policy)
+        return make_copies(self.model, self.policy, self.interpret)
 
     def graph_of(self, copy: FusionCopy, shape_reads: ShapeReads) -> DescribedGraph:
         """The regions of a copy."""

@@ -7,7 +7,7 @@ and each is made when the one before it was not taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import onnx
@@ -41,10 +41,18 @@ class FusionCopy:
     failure: str = ""
 
 
-def make_copies(model: onnx.ModelProto, policy: ChainPolicy) -> Iterator[FusionCopy]:
-    """The alternatives for a model, which itself may be the last one. There is at least one."""
+def make_copies(
+    model: onnx.ModelProto, policy: ChainPolicy, interpret: Callable[[onnx.ModelProto], Symbolic] = Symbolic
+) -> Iterator[FusionCopy]:
+    """The alternatives for a model, which itself may be the last one. There is at least one.
+
+    Args:
+        model: the model.
+        policy: what the target allows.
+        interpret: gives the facts of the model, where they may be known already.
+    """
     try:
-        symbolic = Symbolic(model)
+        symbolic = interpret(model)
     except StofError:
         raise
     except Exception as error:  # without chains the model is slower; attention stays replaced

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verification needs to know of the batches of regions: their masks, what counts positions, and dynamic quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+
+from stof.symbolic import Symbolic
+from stof.symbolic.algebra.sizes import size_names
+from stof.unpadding.region import UnpaddedRegion
+from stof.verification.padding.padded_batch import PaddedBatch
+from stof.verification.quantization import has_one_scale
+
+
+def describe_batches(
+    model: onnx.ModelProto, symbolic: Symbolic, regions: Iterable[UnpaddedRegion]
+) -> tuple[PaddedBatch, ...]:
+    """The padded batch of each region.
+
+    Args:
+        model: the one that the regions are of.
+        symbolic: of that model.
+        regions: what runs on real tokens.
+    """
+    return tuple(_describe_batch(model.graph, symbolic, region) for region in regions)
+
+
+def _describe_batch(graph: onnx.GraphProto, symbolic: Symbolic, region: UnpaddedRegion) -> PaddedBatch:
+    length = region.shape[1]
+    dimensions = frozenset(size_names(length))
+    axes: dict[str, tuple[int, ...]] = {}
+    for value in graph.input:
+        shape = symbolic.shape(value.name) or ()
+        if found := tuple(axis for axis, size in enumerate(shape) if size == length):
+            axes[value.name] = found
+        if any(size != length and size_names(size) & dimensions for size in shape):
+            dimensions = frozenset()  # another size would have to grow with it
+    # Scales of kept rows are others than those of all rows.
+    is_quantized = any(has_one_scale(graph.node[i]) for i in region.nodes)
+    return PaddedBatch(region.mask.tensor, region.mask.is_inverted, dimensions, axes, is_quantized)

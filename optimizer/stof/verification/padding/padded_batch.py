@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padded batches of texts whose padding the result leaves out: which rows are padding in a run, and what quantizes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stof.execution.case import Case, Padding
+from stof.execution.inputs import InputMaker
+
+if TYPE_CHECKING:
+    from stof.verification.model_inputs import ModelInputs
+
+Feed = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Texts that the original computes with their padding, and the result without.
+
+    Attributes:
+        mask: the tensor of the key padding mask.
+        is_inverted: whether padding is what is not zero.
+        dimensions: the names of the dimension that counts positions; empty: their number cannot grow.
+        axes: of each input of the model, the axes that are as long as that.
+        is_quantized: whether nodes quantize these rows with one scale, which padding counts in.
+    """
+
+    mask: str
+    is_inverted: bool
+    dimensions: frozenset[str]
+    axes: Mapping[str, tuple[int, ...]]
+    is_quantized: bool
+
+    def find_padding(self, inputs: ModelInputs, case: Case, feed: Feed) -> np.ndarray | None:
+        """Which positions [B, S] are padding in a run; None where that is not known."""
+        mask = feed.get(self.mask)
+        if mask is not None and mask.ndim > 1 and mask.size == len(mask) * mask.shape[-1]:
+            return np.asarray((mask.reshape(len(mask), -1) != 0) == self.is_inverted)
+        return inputs.padded_queries(case, feed)
+
+
+def find_padding_value(batch: PaddedBatch, maker: InputMaker, name: str) -> int | None:
+    """What an input of the model holds at padding of a batch, 0 or 1; None: it is no mask."""
+    if name == batch.mask:
+        return int(batch.is_inverted)
+    if name not in maker.pads | set(maker.switches):
+        return None
+    return int(name in maker.forbidding or maker.switches.get(name, False))
+
+
+def measure_padding(batches: Iterable[PaddedBatch], inputs: ModelInputs, case: Case, feed: Feed) -> float | None:
+    """The share of rows that are padding in a run, 0 to 1; None where that is not known."""
+    if case.padding is Padding.NONE:
+        return 0.0
+    found = [padding for b in batches if (padding := b.find_padding(inputs, case, feed)) is not None]
+    rows = sum(p.size for p in found)
+    return sum(int(p.sum()) for p in found) / rows if rows else None
