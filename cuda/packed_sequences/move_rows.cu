@@ -68,13 +68,13 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ M
   const uint32_t row_pieces = static_cast<uint32_t>(tensor.heads) * params.pieces;
   for (int64_t row = int64_t{blockIdx.x} * kRowsPerCta; row < int64_t{blockIdx.x + 1} * kRowsPerCta; ++row) {
     if (row >= sequences.rows) return;
-    const int64_t b = SequenceOfRow(sequences, row);
-    const SequenceSpan span = SpanOf(sequences, is_legal, b);
+    int64_t b = 0;
+    const SequenceSpan span = SpanOfRow(sequences, is_legal, row, &b);
     const bool exists = row >= span.begin && row < span.begin + span.length;
     const int64_t position = span.first + row - span.begin;
     for (uint32_t at = threadIdx.x; at < row_pieces; at += kThreads) {
       const uint32_t head = at / params.pieces, piece = at % params.pieces;
-      Unit value = NanOf<Unit>();
+      Unit value = span.is_legal ? Unit{} : NanOf<Unit>();
       if (exists) {
         value = from[((b * tensor.heads + head) * sequences.positions + position) * params.pieces + piece];
       }
@@ -102,8 +102,7 @@ Status Move(MoveParams params, bool is_unpack, void* stream) {
 
 Status MoveRows(const DeviceSequences& sequences, const SequenceRows& tensor, bool is_unpack,
                 const RunContext& context) {
-  if (sequences.B == 0 || sequences.positions == 0 || tensor.heads == 0) return Status();
-  if (!is_unpack && sequences.rows == 0) return Status();
+  if (tensor.heads == 0 || (is_unpack ? sequences.B * sequences.positions : sequences.rows) == 0) return Status();
   MoveParams params;
   params.sequences = sequences;
   params.tensor = tensor;

@@ -30,7 +30,7 @@ STOF_HD inline SequenceSpan SpanOf(const DeviceSequences& sequences, bool are_st
   return span;
 }
 
-// The sequence that a row belongs to, where starts rise; else any one. B is 1 at least.
+// The sequence that a row of one belongs to, where starts rise; else any one. B is 1 at least.
 STOF_HD inline int64_t SequenceOfRow(const DeviceSequences& sequences, int64_t row) {
   int64_t low = 0, high = sequences.B;
   while (high - low > 1) {
@@ -44,10 +44,23 @@ STOF_HD inline int64_t SequenceOfRow(const DeviceSequences& sequences, int64_t r
   return low;
 }
 
-// Whether starts begin at 0, rise and end at the number of rows, as far as entries i, i + step, ... show it. Otherwise
-// rows may belong to several sequences, or to none.
+// Sequence `b` that a row belongs to. A row behind the last one belongs to a legal sequence of length 0.
+STOF_HD inline SequenceSpan SpanOfRow(const DeviceSequences& sequences, bool are_starts_legal, int64_t row,
+                                      int64_t* b) {
+  *b = 0;
+  if (are_starts_legal && row < sequences.starts[sequences.B]) {
+    *b = SequenceOfRow(sequences, row);
+    return SpanOf(sequences, true, *b);
+  }
+  SequenceSpan none;
+  none.is_legal = are_starts_legal;
+  return none;
+}
+
+// Whether starts begin at 0, rise and end at the number of rows or before it, as far as entries i, i + step, ... show
+// it. Otherwise rows may belong to several sequences.
 STOF_HD inline bool HasLegalStarts(const DeviceSequences& sequences, int64_t i, int64_t step) {
-  bool is_legal = sequences.starts[0] == 0 && sequences.starts[sequences.B] == sequences.rows;
+  bool is_legal = sequences.starts[0] == 0 && sequences.starts[sequences.B] <= sequences.rows;
   for (; i < sequences.B; i += step) is_legal = is_legal && sequences.starts[i] <= sequences.starts[i + 1];
   return is_legal;
 }

@@ -18,7 +18,7 @@ struct DeviceSequences {
   const int32_t* starts = nullptr;           // [B + 1]: sequence b is rows starts[b] to starts[b + 1] - 1
   const int32_t* first_positions = nullptr;  // [B]: the position of row 0 of each sequence; nullptr: 0 for all
   int64_t B = 0;
-  int64_t rows = 0;       // of all sequences
+  int64_t rows = 0;       // of the packed tensors; those from starts[B] on belong to no sequence
   int64_t positions = 0;  // of a padded sequence
 };
 
@@ -42,7 +42,7 @@ struct KeyExistence {
 struct PackedSequencesBackend {
   // Fills padded rows: with zeros where no row exists, and with NaN in illegal sequences.
   Status (*unpack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
-  // Fills packed rows; those that belong to no legal sequence become NaN.
+  // Fills packed rows: with zeros those behind the last sequence, and with NaN those of illegal ones.
   Status (*pack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
   Status (*mark)(const DeviceSequences& sequences, const KeyExistence& keys, const RunContext& context) = nullptr;
 };

@@ -29,13 +29,22 @@ void Run(const PackedCase& c, const std::string& operands, const std::vector<Ten
 
 bool AttendsAll(const PackedCase& c) { return AttendsAllKeys(static_cast<EmptyRows>(c.empty_rows)); }
 
+// Packed inputs have NaN in rows behind the last sequence, and the output has zeros.
+void CheckSpareRows(const PackedCase& c, const Array& found) {
+  if (!c.has_queries) return;
+  for (int64_t i = c.tokens() * c.H * c.Dv; i < found.tensor.Elements(); ++i) {
+    CHECK(found.Get(i) == 0.0f, "element ", i, " behind the last sequence is ", found.Get(i));
+  }
+}
+
 void RunCase(const PackedCase& c, Random* random) {
   PackedTensors tensors(c, random);
   Array wanted(c.dtype, {c.B, c.S, c.H * c.Dv}), found = PackedOutput(c);
   Run(c, tensors.padded_operands, tensors.PaddedInputs(), &wanted);
   Run(c, tensors.packed_operands, tensors.PackedInputs(c), &found);
+  CheckSpareRows(c, found);
   if (AttendsAll(c)) return;  // over all keys, not those that exist
-  ComparePacked(c, found, c.has_queries ? Packed(c, &wanted) : wanted);
+  ComparePacked(c, found, c.has_queries ? Packed(c, &wanted, 0.0f) : wanted);
 }
 
 template <typename Function>
@@ -82,6 +91,11 @@ Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, 
       std::memcpy(unpacks ? padded : packed, unpacks ? packed : padded, size);
     }
   });
+  for (int64_t row = sequences.starts[sequences.B]; !unpacks && row < sequences.rows; ++row) {
+    for (int64_t head = 0; head < tensor.heads; ++head) {
+      std::memset(static_cast<char*>(tensor.packed) + Elements(tensor, head, row) * SizeOf(tensor.dtype), 0, size);
+    }
+  }
   return Status();
 }
 Status UnpackOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext&) {
@@ -159,6 +173,7 @@ TEST(AttentionOfPaddedCopies) {
     Array wanted = PackedOutput(c), found = PackedOutput(c);
     Run(c, tensors.packed_operands, tensors.PackedInputs(c), &wanted);
     if (found.tensor.Elements() > 0) RunCopies(c, tensors, &found);
+    CheckSpareRows(c, found);
     ComparePacked(c, found, wanted);
   });
 }
@@ -221,6 +236,32 @@ TEST(PackedSequencesOfAnyNumbersStayInside) {
     }
     const int64_t b = cuda::SequenceOfRow(sequences, random.Range(0, 25));
     CHECK(b >= 0 && b < B, "sequence ", b, " of ", B);
+    const bool is_legal = cuda::HasLegalStarts(sequences, 0, 1);
+    for (int64_t row = 0; row < rows; ++row) {
+      int64_t owner = -1;
+      const cuda::SequenceSpan span = cuda::SpanOfRow(sequences, is_legal, row, &owner);
+      CHECK(owner >= 0 && owner < B, "sequence ", owner, " of ", B);
+      CHECK(is_legal || !span.is_legal, "row ", row, " is of a legal sequence among illegal starts");
+      const bool is_behind = is_legal && row >= starts.back();
+      const bool exists = row >= span.begin && row < span.begin + span.length;
+      CHECK(!is_behind || (span.is_legal && !exists), "row ", row, " behind the last sequence");
+      CHECK(is_behind || exists == span.is_legal, "row ", row, " of sequence ", owner);
+    }
+    CountCases(1);
+  }
+}
+
+// Without a sequence all rows are behind the last one; the number behind starts[0] says nothing.
+TEST(PackedRowsOfNoSequence) {
+  for (const int32_t start : {0, 1, -1}) {
+    const std::vector<int32_t> starts = {start, 2};
+    const DeviceSequences sequences = {starts.data(), nullptr, 0, 3, 5};
+    const bool is_legal = cuda::HasLegalStarts(sequences, 0, 1);
+    for (int64_t row = 0; row < 3; ++row) {
+      int64_t owner = -1;
+      const cuda::SequenceSpan span = cuda::SpanOfRow(sequences, is_legal, row, &owner);
+      CHECK(span.length == 0 && span.is_legal == (start == 0), "row ", row, ", start ", start);
+    }
     CountCases(1);
   }
 }
