@@ -167,7 +167,9 @@ class Options:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.unpad_capacity and self.unpad == "off":
-            raise ArgumentError("unpad_capacity is for batches without padding, and unpad is 'off'; leave one of them out")
+            raise ArgumentError(
+                "unpad_capacity is for batches without padding, and unpad is 'off'; leave one of them out"
+            )
 
     @property
     def tuned_for(self) -> Target:

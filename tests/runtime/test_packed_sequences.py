@@ -180,7 +180,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         f"{CUMULATIVE}[3] is 9, expected 3 (the entry before it) to 8 (the length of query); optimize with a larger "
         "--unpad-capacity",
     ),
-    "no sequence": ({CUMULATIVE: i32(1), "pad": np.ones((0, 9), bool), "first_position": i32()}, "[0] is 1, expected 0"),
+    "no sequence": (
+        {CUMULATIVE: i32(1), "pad": np.ones((0, 9), bool), "first_position": i32()},
+        "[0] is 1, expected 0",
+    ),
     "negative position": ({"first_position": i32(0, -1, 0)}, "first_position[1] is -1, expected 0 or more"),
     "position beyond": (
         {"first_position": i32(0, 0, 5)},

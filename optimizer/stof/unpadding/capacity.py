@@ -9,6 +9,7 @@ from dataclasses import replace
 import onnx
 from onnx import helper
 
+from stof.execution.run_failure import FEWER_ROWS
 from stof.graph.index import opset_of
 from stof.graph.names import rename_tensor, unused_prefix
 from stof.graph.node_builder import Builder
@@ -16,8 +17,6 @@ from stof.graph.protobuf import copy_model
 from stof.symbolic import Symbolic
 from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.token_rows import BatchTensors, TokenRows
-
-FEWER_TOKENS = "has_fewer_rows_than_tokens"  # in the name of the node that fails, which messages begin with
 
 
 def refuse_excess(b: Builder, rows: str, number: str, rank: int, name: str) -> str:
@@ -62,7 +61,7 @@ def with_capacity(
         batch, length = (b.add("Gather", [sizes, b.constant(n)]) for n in range(2))
         tokens = TokenRows(b, replace(region, capacity=0), BatchTensors(batch, length, region.mask.tensor, False))
         place = b.add("Range", [b.constant(0), b.constant(region.capacity), b.constant(1)])
-        refuse_excess(b, place, tokens.count, 1, f"{region.mask.tensor}_{FEWER_TOKENS}")
+        refuse_excess(b, place, tokens.count, 1, f"{region.mask.tensor}_{FEWER_ROWS}")
         # What nothing reads would not run.
         shape = b.add("Shape", [b.nodes[-1].output[0]])
         inner = f"{b.prefix}{output}"

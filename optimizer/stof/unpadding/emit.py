@@ -308,6 +308,9 @@ class _Writer:
     def _sizes(self, sizes: Sequence[Int], is_merged: bool = False) -> str:
         """A shape as a tensor."""
         b, (batch, length) = self.builder, self.region.shape
+        numbers = [size.constant for size in sizes if size.constant is not None]
+        if len(numbers) == len(sizes):
+            return b.constant(numbers)
         parts: list[str] = []
         for size in sizes:
             if size.constant is not None:
@@ -316,7 +319,7 @@ class _Writer:
                 parts.append(b.unsqueeze(b.add("Mul", [self.batch, self.length]), [0]))
             else:
                 parts.append(b.unsqueeze(self.batch if size == batch else self.length, [0]))
-        return b.add("Concat", parts, axis=0) if parts else b.constant([])
+        return b.add("Concat", parts, axis=0)
 
     def _replace_size(self, node: onnx.NodeProto, name: str) -> None:
         """Has a Shape node give the shape of the padded tensor, without that tensor."""

@@ -10,8 +10,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.attention.function_body import attribute_constant, make_branch
+from stof.execution.run_failure import FEWER_ROWS
 from stof.graph.node_builder import Builder
-from stof.unpadding.capacity import FEWER_TOKENS, refuse_excess
+from stof.unpadding.capacity import refuse_excess
 from stof.unpadding.rules import layout_axes
 
 CUMULATIVE, CUMULATIVE_KEYS, FIRST = "cumulative_sequence_length", "cumulative_key_length", "first_position"  # roles
@@ -134,7 +135,7 @@ class _Body:
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
         rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
         number = b.add("Gather", [self._cumulative(b), b.constant([-1])])
-        rows = refuse_excess(b, rows, number, 2 if layout == "BSN" else 3, f"{tensor}_{FEWER_TOKENS}")
+        rows = refuse_excess(b, rows, number, 2 if layout == "BSN" else 3, f"{tensor}_{FEWER_ROWS}")
         length = self._length(b)
         starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
         before = b.add("Sub", [starts, self._list(b, self.first)])
