@@ -21,6 +21,7 @@ from encoders import (
     attentions,
     check_same,
     check_unpadded,
+    count_tokens,
     encoder,
     feeds_for,
     masks,
@@ -30,21 +31,11 @@ from encoders import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import quantize_dynamic
 from test_unpadding_fuzz import batches, chains
 
 _EXAMPLES = 300 if os.environ.get("STOF_TEST_ALL") else 25
-
-
-def count_tokens(exact: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> int:
-    """The number of tokens of the largest region, in a model without a capacity."""
-    model = onnx.ModelProto()
-    model.CopyFrom(exact)
-    found = {node.input[3 + roles.index(r)] for node, roles in attentions(exact) for r in roles if "cumulative" in r}
-    for name in found:
-        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT32, None))
-    return max(int(ends[-1]) for ends in session(model).run(sorted(found), dict(feeds)))
 
 
 def at_capacity(model: onnx.ModelProto, capacity: int, unpad: str = "auto") -> onnx.ModelProto:
@@ -283,3 +274,11 @@ def test_constants_of_a_large_capacity_are_small() -> None:
     small, large = (at_capacity(model, n).ByteSize() for n in (64, 1 << 22))
     assert large < small + 100
     assert all(numpy_helper.to_array(i).size < 1 << 16 for i in at_capacity(model, 1 << 22).graph.initializer)
+
+
+def test_chains_at_a_capacity() -> None:
+    model = encoder("mean", "first")
+    result, report = unpadded(model, unpad_capacity=40, chains="on")
+    assert any(n.op_type == "StofChain" for n in result.graph.node)
+    assert rows_of(report)[0].replaced
+    check_same(model, result)
