@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unpadding"))
 from encoders import count_tokens, encoder, feeds_for, masks, session, unpadded
 
 BATCH, LENGTH, ROOM = 5, 7, 28
-POOLINGS = (("mean", "max"), ("first", "mean"), ("last real", "highest id"), ("all", "mean"))
+POOLINGS = (("mean", "max"), ("first", "mean"), ("last real", "max"), ("all", "mean"))
 
 
 class Captured:
