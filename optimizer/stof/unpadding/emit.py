@@ -305,7 +305,7 @@ class _Writer:
         found = found if axes.merged else b.add("Squeeze", [found, b.constant([0])])
         return self._transposed(found, _inverse(perm))
 
-    def _sizes(self, sizes: Sequence[Int], is_merged: bool = False) -> str:
+    def _sizes(self, sizes: Sequence[Int]) -> str:
         """A shape as a tensor."""
         b, (batch, length) = self.builder, self.region.shape
         numbers = [size.constant for size in sizes if size.constant is not None]

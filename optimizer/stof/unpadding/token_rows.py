@@ -15,7 +15,8 @@ from onnx import TensorProto
 from stof.graph.node_builder import Builder
 from stof.unpadding.region import UnpaddedRegion
 
-_END = 2**63 - 1  # of a slice to the end; as a position, behind all others
+_END = 2**63 - 1  # of a slice to the end
+_BEHIND = 1 << 30  # a position behind all others, exact in fp32: the CUDA provider reduces integers as such numbers
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class TokenRows:
         self._zero, self._one = b.constant(0), b.constant(1)
         self._row = b.add("Range", [self._zero, tensors.length, self._one])
         self._real = self._find_real()
-        first = b.reduce("ReduceMin", b.add("Where", [self._real, self._row, b.constant(_END)]), 1)
+        first = b.reduce("ReduceMin", b.add("Where", [self._real, self._row, b.constant(_BEHIND)]), 1)
         last = b.reduce("ReduceMax", b.add("Where", [self._real, self._row, b.constant(-1)]), 1)
         before, behind = b.add("Less", [self._row, first]), b.add("Greater", [self._row, last])
         inside = b.add("Not", [b.add("Or", [before, behind])])
