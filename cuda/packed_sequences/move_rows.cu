@@ -234,7 +234,10 @@ __global__ void __launch_bounds__(kThreads) PackKernel(const __grid_constant__ P
     FillRows(tensor, blockIdx.x, sequences.rows, gridDim.x, NanOf<Unit>());
     return;
   }
+  // Rows behind the last sequence.
+  FillRows(tensor, sequences.starts[sequences.B] + blockIdx.x, sequences.rows, gridDim.x, Unit{});
   const int64_t b = blockIdx.x / params.chunks, chunk = blockIdx.x % params.chunks;
+  if (b >= sequences.B) return;
   const SequenceSpan span = SpanOf(sequences, true, b);
   if (!span.is_legal) {
     FillRows(tensor, sequences.starts[b] + chunk, sequences.starts[b + 1], params.chunks, NanOf<Unit>());
@@ -319,7 +322,8 @@ Status Unpack(UnpackParams* params, const SequenceRows* tensors, void* stream) {
 template <typename Unit>
 Status Pack(PackParams* params, const SequenceRows& tensor, void* stream) {
   params->tensor = InUnits<Unit>(tensor);
-  return Launch<PackParams, PackKernel<Unit>>(*params, params->sequences.B * params->chunks, stream);
+  const int64_t ctas = std::max<int64_t>(1, params->sequences.B * params->chunks);
+  return Launch<PackParams, PackKernel<Unit>>(*params, ctas, stream);
 }
 
 }  // namespace
@@ -336,10 +340,10 @@ Status UnpackSequences(const DeviceSequences& sequences, const SequenceRows* ten
 }
 
 Status PackSequences(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) {
-  if (sequences.B == 0 || sequences.positions == 0 || sequences.rows == 0 || tensor.heads == 0) return Status();
+  if (sequences.rows == 0 || tensor.heads == 0) return Status();
   PackParams params;
   params.sequences = sequences;
-  params.chunks = (sequences.positions + kRowsPerCta - 1) / kRowsPerCta;
+  params.chunks = std::max<int64_t>(1, (sequences.positions + kRowsPerCta - 1) / kRowsPerCta);
   if (CanMoveVectors(tensor)) return Pack<uint4>(&params, tensor, context.stream);
   return SizeOf(tensor.dtype) == 4 ? Pack<uint32_t>(&params, tensor, context.stream)
                                    : Pack<uint16_t>(&params, tensor, context.stream);

@@ -30,24 +30,10 @@ STOF_HD inline SequenceSpan SpanOf(const DeviceSequences& sequences, bool are_st
   return span;
 }
 
-// The sequence that a row belongs to, where starts rise; else any one. B is 1 at least.
-STOF_HD inline int64_t SequenceOfRow(const DeviceSequences& sequences, int64_t row) {
-  int64_t low = 0, high = sequences.B;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (sequences.starts[middle] <= row) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Whether starts begin at 0, rise and end at the number of rows, as far as entries i, i + step, ... show it. Otherwise
-// rows may belong to several sequences, or to none.
+// Whether starts begin at 0, rise and end at the number of rows or before it, as far as entries i, i + step, ... show
+// it. Otherwise rows may belong to several sequences.
 STOF_HD inline bool HasLegalStarts(const DeviceSequences& sequences, int64_t i, int64_t step) {
-  bool is_legal = sequences.starts[0] == 0 && sequences.starts[sequences.B] == sequences.rows;
+  bool is_legal = sequences.starts[0] == 0 && sequences.starts[sequences.B] <= sequences.rows;
   for (; i < sequences.B; i += step) is_legal = is_legal && sequences.starts[i] <= sequences.starts[i + 1];
   return is_legal;
 }

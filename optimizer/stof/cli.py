@@ -109,6 +109,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="leave padding out of the whole encoder; auto: where no output depends on it; on: its rows become 0 in outputs",
     )
+    group.add_argument(
+        "--unpad-capacity",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="room for so many tokens in every run, so that a CUDA graph can be captured; more of them are an error",
+    )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
 
 
@@ -272,6 +279,7 @@ def _run(arguments: argparse.Namespace) -> int:
         chains=arguments.chains,
         products=arguments.products == "on",
         unpad=arguments.unpad,
+        unpad_capacity=arguments.unpad_capacity,
         tune=arguments.tune or 0.0,
         ignore_measurements=arguments.ignore_measurements,
         plan=arguments.plan,

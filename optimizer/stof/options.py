@@ -23,6 +23,7 @@ from stof.arguments.checks import (
     check_texts,
     one_of,
     or_none,
+    refuse,
 )
 from stof.errors import ArgumentError
 from stof.targets import CPU, TARGETS, Target
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PathLike: TypeAlias = "str | os.PathLike[str]"
 CHAINS = ("on", "off", "auto")
 UNPAD = ("on", "off", "auto")
+MOST_TOKENS = 1 << 22  # of all sequences, that StofAttention takes
 STANDARD_OUTPUT = Path("-")  # in the place of a file for the report as JSON
 
 
@@ -65,6 +67,7 @@ class OptionArguments(TypedDict, total=False):
     ignore_empty_rows: bool
     chains: str
     unpad: str
+    unpad_capacity: int
     products: bool
     tune: float
     ignore_measurements: bool
@@ -106,6 +109,8 @@ class Options:
             estimated.
         unpad: "on", "off" or "auto": whether rows of padding are left out of what computes each token by itself; "auto": where
             no output depends on them; "on": they become 0 in outputs that have rows for all positions.
+        unpad_capacity: the number of tokens that there is room for in every run, so that no shape depends on padding, as a
+            captured CUDA graph needs it; 0: as much as a run has.
         products: matmuls may become StofGemm.
         tune: seconds for measuring kernels (CUDA) and chains instead of estimating.
         ignore_measurements: nothing that earlier runs with ``tune`` measured on this device decides.
@@ -141,6 +146,7 @@ class Options:
     ignore_empty_rows: bool = False
     chains: str = "auto"
     unpad: str = "auto"
+    unpad_capacity: int = 0
     products: bool = True
     tune: float = 0.0
     ignore_measurements: bool = False
@@ -160,6 +166,10 @@ class Options:
         """Brings each value into the form of its field."""
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.unpad_capacity and self.unpad == "off":
+            raise ArgumentError(
+                "unpad_capacity is for batches without padding, and unpad is 'off'; leave one of them out"
+            )
 
     @property
     def tuned_for(self) -> Target:
@@ -169,6 +179,13 @@ class Options:
 
 def _check_shapes(name: str, value: object) -> dict[str, tuple[int, int]]:
     return check_pairs(name, value, check_range)
+
+
+def _check_capacity(name: str, value: object) -> int:
+    capacity = check_count(name, value)
+    if capacity > MOST_TOKENS:
+        raise refuse(name, value, f"at most {MOST_TOKENS} tokens")
+    return capacity
 
 
 def _check_masks(name: str, value: object) -> dict[str, str]:
@@ -189,6 +206,7 @@ _CHECKS: dict[str, Check] = {
     "target": one_of(*TARGETS, meant={"gpu": "cuda", "trt": "tensorrt"}),
     "chains": one_of(*CHAINS),
     "unpad": one_of(*UNPAD),
+    "unpad_capacity": _check_capacity,
     "explain": or_none(check_text),
     "max_kl": check_number,
     "shapes": _check_shapes,

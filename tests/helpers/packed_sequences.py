@@ -50,6 +50,7 @@ class PackedProblem:
         first: the position of row 0 of each, [B]; None: 0, and no operand.
         has_queries: query and output are packed; else key and value alone.
         layouts: of query, key, value and output.
+        spare: rows of packed tensors behind the last sequence: NaN in inputs, 0 in the output.
     """
 
     padded: Problem
@@ -57,6 +58,7 @@ class PackedProblem:
     first: np.ndarray | None = None
     has_queries: bool = True
     layouts: Sequence[str] = field(default=BHSD)
+    spare: int = 0
 
     @property
     def starts(self) -> np.ndarray:
@@ -68,11 +70,11 @@ class PackedProblem:
         first = np.zeros(len(self.lengths), int) if self.first is None else self.first
         return [slice(int(f), int(f + n)) for f, n in zip(first, self.lengths, strict=True)]
 
-    def pack(self, padded: np.ndarray) -> np.ndarray:
-        """Rows [B, heads, positions, D] that exist, as [1, heads, L, D]."""
+    def pack(self, padded: np.ndarray, spare: float = 0.0) -> np.ndarray:
+        """Rows [B, heads, positions, D] that exist, as [1, heads, L, D]; spare rows hold one number."""
         rows = [padded[b, :, positions] for b, positions in enumerate(self.ranges())]
-        empty = np.zeros((padded.shape[1], 0, padded.shape[3]), padded.dtype)
-        return np.concatenate([empty, *rows], axis=1)[None]
+        behind = np.full((padded.shape[1], self.spare, padded.shape[3]), spare, padded.dtype)
+        return np.concatenate([*rows, behind], axis=1)[None]
 
     def attributes(self) -> dict[str, Any]:
         """The attributes of StofAttention."""
@@ -88,7 +90,7 @@ class PackedProblem:
     def inputs(self) -> list[np.ndarray]:
         """The inputs of StofAttention; each lies between NaN."""
         q, k, v, *operands = self.padded.inputs()
-        heads = [self.pack(q) if self.has_queries else q, self.pack(k), self.pack(v)]
+        heads = [self.pack(q, np.nan) if self.has_queries else q, self.pack(k, np.nan), self.pack(v, np.nan)]
         laid = [guard(lay_out(one, layout)) for one, layout in zip(heads, self.layouts, strict=False)]
         numbers = [self.starts, *([] if self.first is None else [self.first.astype(np.int32)])]
         return [*laid, *operands, *numbers]
@@ -96,7 +98,8 @@ class PackedProblem:
     def run(self, threads: int = 1) -> np.ndarray:
         """The operator's output, [1, H, L, Dv] or [B, H, S, Dv]. What lies around it must stay."""
         q, v = self.padded.q, self.padded.v
-        shape = (1, q.shape[1], int(self.starts[-1]), v.shape[3]) if self.has_queries else self.padded.shape
+        rows = int(self.starts[-1]) + self.spare
+        shape = (1, q.shape[1], rows, v.shape[3]) if self.has_queries else self.padded.shape
         laid = lay_out(np.full(shape, POISON, q.dtype), self.layouts[3])
         out = guard(laid)
         whole = out.base
@@ -270,7 +273,7 @@ def draw_problem(rng: np.random.Generator) -> PackedProblem:
 
     layouts = [str(rng.choice(["BHSD", "BSHD", "BSN"])) for _ in range(4)]
     padded = Problem(draw(B, H, S, D), draw(B, G, T, D), draw(B, G, T, Dv), mask, operands, **settings)
-    problem = PackedProblem(padded, lengths, first, has_queries, layouts)
+    problem = PackedProblem(padded, lengths, first, has_queries, layouts, int(rng.choice([0, 0, 1, 5, 70])))
     if rng.random() < 0.5:
         reads = "pad[b, k]" if rng.random() < 0.7 else "(pad[b, k] or k == 1)"
         whole = f"({mask}) and {reads}" if mask else reads

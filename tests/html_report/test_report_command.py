@@ -40,6 +40,7 @@ CHANGED: dict[str, Any] = {
     "ignore_empty_rows": True,
     "chains": "on",
     "unpad": "on",
+    "unpad_capacity": 4096,
     "products": False,
     "tune": 7.5,
     "ignore_measurements": True,

@@ -112,6 +112,22 @@ def test_no_rows(lengths: list[int], has_queries: bool) -> None:
     replace(problem, has_queries=has_queries).check()
 
 
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD", "BSN"])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [5], [3, 0, 9]])
+@pytest.mark.parametrize("spare", [1, 33])
+@pytest.mark.parametrize("empty_rows", list(EmptyRows))
+def test_rows_behind_the_last_sequence(layout: str, lengths: list[int], spare: int, empty_rows: EmptyRows) -> None:
+    """They may hold anything, and give 0, whatever rows of sequences give."""
+    rng = np.random.default_rng(11)
+    operands = {"lengths": np.array([0] * len(lengths), np.int32), "pad": np.ones((len(lengths), 12), bool)}
+    made = problem_of(rng, lengths, 12, mask="k < lengths[b] and pad[b, k]", operands=operands, empty_rows=empty_rows)
+    for has_queries in (True, False):
+        replace(made, spare=spare, layouts=(layout,) * 4, has_queries=has_queries).check()
+    rest = replace(made, spare=spare).run()[:, :, sum(lengths) :]
+    assert rest.shape[2] == spare
+    assert not rest.any()
+
+
 def test_query_key_and_value_in_one_tensor() -> None:
     """Attribute packed names heads of one tensor, and the sequences are packed along its rows."""
     made = problem_of(np.random.default_rng(10), [33, 0, 70], 70, H=4, D=16, mask="k <= q")
@@ -159,7 +175,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({CUMULATIVE: i32(0, -1, 3, 8)}, f"{CUMULATIVE}[1] is -1, expected 0 (the entry before it) to 8"),
     "falling": ({CUMULATIVE: i32(0, 5, 3, 8)}, f"{CUMULATIVE}[2] is 3, expected 5 (the entry before it) to 8"),
     "beyond": ({CUMULATIVE: i32(0, 3, 9, 9)}, f"{CUMULATIVE}[2] is 9, expected 3 (the entry before it) to 8"),
-    "last entry": ({CUMULATIVE: i32(0, 3, 3, 7)}, f"{CUMULATIVE}[3] is 7, expected 8, the length of query"),
+    "last entry": (
+        {CUMULATIVE: i32(0, 3, 3, 9)},
+        f"{CUMULATIVE}[3] is 9, expected 3 (the entry before it) to 8 (the length of query); optimize with a larger "
+        "--unpad-capacity",
+    ),
+    "no sequence": (
+        {CUMULATIVE: i32(1), "pad": np.ones((0, 9), bool), "first_position": i32()},
+        "[0] is 1, expected 0",
+    ),
     "negative position": ({"first_position": i32(0, -1, 0)}, "first_position[1] is -1, expected 0 or more"),
     "position beyond": (
         {"first_position": i32(0, 0, 5)},
@@ -227,8 +251,8 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
         "key has shape [3, 2, 8, 16], expected batch size 1",
     ),
     "last entry": (
-        {"cumulative_key_length": i32(0, 3, 3, 7)},
-        "cumulative_key_length[3] is 7, expected 8, the length of key",
+        {"cumulative_key_length": i32(0, 3, 3, 9)},
+        "cumulative_key_length[3] is 9, expected 3 (the entry before it) to 8 (the length of key); optimize with a larger",
     ),
 }
 

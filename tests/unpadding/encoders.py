@@ -367,3 +367,13 @@ def check_unpadded(model: onnx.ModelProto, all_of: int) -> None:
     kinds = [roles for _, roles in attentions(model)]
     assert len(kinds) == all_of
     assert all("cumulative_sequence_length" in roles for roles in kinds)
+
+
+def count_tokens(exact: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> int:
+    """The number of tokens of the largest region, in a model without a capacity."""
+    model = onnx.ModelProto()
+    model.CopyFrom(exact)
+    found = {node.input[3 + roles.index(r)] for node, roles in attentions(exact) for r in roles if "cumulative" in r}
+    for name in found:
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT32, None))
+    return max(int(ends[-1]) for ends in session(model).run(sorted(found), dict(feeds)))

@@ -43,10 +43,10 @@ class InputNarrower:
             case: the sizes of the inputs.
             feed: the inputs.
         """
-        if self._left <= 0:
+        failure = parse_failure(message)
+        if self._left <= 0 or failure.is_of_capacity:  # no number is wrong, and other batches may have fewer tokens
             return False
         self._left -= 1
-        failure = parse_failure(message)
         index = GraphIndex(model.graph)
         nodes = self._find_nodes(model.graph, failure, self._maker.sizes(case))
         names = self._find_integers(index, nodes, feed)

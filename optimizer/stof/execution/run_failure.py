@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
+FEWER_ROWS = "has_fewer_rows_than_tokens"  # in the name of a node that fails where there is no room for all tokens
 _NODE = re.compile(r"while running (\w+) node\. Name:'([^']*)'")
 _NUMBER = r"(-?\d{1,18})"
 _VALUES = re.compile(
@@ -46,6 +47,7 @@ class RunFailure:
         is_of_values: whether the message is about numbers that an input holds.
         is_of_memory: whether a tensor is too large for the memory.
         lacks_kernel: whether nothing here computes the node, whatever its inputs hold.
+        is_of_capacity: whether a model of fixed capacity has no room for so many tokens: other inputs may have fewer.
     """
 
     op: str = ""
@@ -58,6 +60,7 @@ class RunFailure:
     is_of_values: bool = False
     is_of_memory: bool = False
     lacks_kernel: bool = False
+    is_of_capacity: bool = False
 
     @property
     def is_of_inputs(self) -> bool:
@@ -87,6 +90,7 @@ def parse_failure(message: str) -> RunFailure:
         counts=_find_unequal_counts(words) if node and node[1] == "Reshape" else (),
         is_of_values=_REFUSES_VALUE.search(words) is not None,
         is_of_memory=_LACKS_MEMORY.search(message) is not None,
+        is_of_capacity=node is not None and node[2].endswith(FEWER_ROWS),
     )
 
 

@@ -74,6 +74,7 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "ignore_empty_rows": lambda value: ["--empty-rows", "ignore"],
     "chains": _value("--chains"),
     "unpad": _value("--unpad"),
+    "unpad_capacity": _value("--unpad-capacity"),
     "products": lambda value: ["--products", "off"],
     "tune": _number("--tune"),
     "ignore_measurements": _flag("--ignore-measurements"),

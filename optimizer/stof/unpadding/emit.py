@@ -18,9 +18,13 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
 from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
+from stof.unpadding.product_rules import SCALED_BY_ALL_ROWS
 from stof.unpadding.region import ATTENTION, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
+from stof.unpadding.token_rows import BatchTensors, TokenRows
+
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
 def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[UnpaddedRegion]) -> onnx.ModelProto:
@@ -45,7 +49,7 @@ def emit_regions(model: onnx.ModelProto, symbolic: Symbolic, regions: Sequence[U
         changed |= writer.unpadded.keys()
         for i in region.sites | region.cross_sites:
             kinds[i] = Sequences.ALL if i in region.sites else Sequences.KEYS
-            sources[i] = (writer.cumulative, writer.first_position)
+            sources[i] = (writer.tokens.cumulative, writer.tokens.first_position)
     if kinds:
         others = Builder(opset_of(model), unused_prefix(model.graph, "stof_unpad_"))
         _add_roles(written, kinds, sources, others)
@@ -139,13 +143,12 @@ class _Writer:
         self.as_source = _inputs_as(model.graph, region.source)
         self.padded: dict[str, str] = {}
         self.original = original
-        self.counting = ""
-        self.cumulative = self.first_position = self.index = self.rows = self.positions = self.sequences = ""
-        self.batch = self.length = self.real = ""
+        sizes = builder.add("Shape", [region.source])
+        self.batch, self.length = (builder.add("Gather", [sizes, builder.constant(i)]) for i in range(2))
+        self.tokens = self._find_tokens()
 
     def rewrite(self) -> None:
-        """Writes the indices of the real tokens, and what of the graph reads or gives unpadded tensors."""
-        self._find_tokens()
+        """Rewrites what of the graph reads or gives unpadded tensors."""
         for output in self.graph.output:
             if output.name in self.unpadded:
                 self._keep_output(output.name)
@@ -166,88 +169,12 @@ class _Writer:
         self._write_padded(inner, are_zero=True)
         self.builder.nodes[-1].output[0] = name
 
-    # ---- which tokens there are ----
-    def _find_tokens(self) -> None:
-        """The tokens of each sequence: from its first real one to its last; all, where it has none or others are read."""
-        b, mask = self.builder, self.region.mask
-        sizes = b.add("Shape", [self.region.source])
-        self.batch, self.length = (b.add("Gather", [sizes, b.constant(i)]) for i in range(2))
-        tensor = mask.tensor
-        if self._rank(tensor) == 2:
-            tensor = self._expanded(tensor, TokenAxes(0, 1))
-        else:
-            by_length = b.add("Concat", [b.constant([-1]), b.unsqueeze(self.length, [0])], axis=0)
-            both = [b.unsqueeze(n, [0]) for n in (self.batch, self.length)]
-            tensor = b.add("Expand", [b.add("Reshape", [tensor, by_length]), b.add("Concat", both, axis=0)])
-        real = b.add("Cast", [tensor], to=TensorProto.BOOL)
-        if mask.is_inverted:
-            real = b.add("Not", [real])
-        self.real = real
-        zero, one = b.constant(0), b.constant(1)
-        row = b.add("Range", [zero, self.length, one])
-        end = b.add("Sub", [self.length, one])
-        first, last = self._find_ends(real, row)
-        last = b.add("Min", [last, end])
-        for position in sorted({r.position for r in self.region.reads}):
-            at = b.constant(position) if position >= 0 else b.add("Add", [self.length, b.constant(position)])
-            is_outside = b.add("Or", [b.add("Less", [at, first]), b.add("Greater", [at, last])])
-            first = b.add("Where", [is_outside, zero, first])
-            last = b.add("Where", [is_outside, end, last])
-        before, behind = b.add("Less", [row, first]), b.add("Greater", [row, last])
-        inside = b.add("Not", [b.add("Or", [before, behind])])
-        if self.region.index_reads:
-            # Rare, as a text that is padded on the other side than its pooling expects: all rows stay.
-            all_rows = self._are_read_outside(inside)
-            first = b.add("Where", [all_rows, zero, first])
-            last = b.add("Where", [all_rows, end, last])
-            inside = b.add("Or", [inside, all_rows])
-        found = b.add("NonZero", [inside])
-        self.sequences, self.positions = (b.add("Gather", [found, b.constant(i)]) for i in range(2))
-        self.index = b.unsqueeze(b.add("Transpose", [found], perm=[1, 0]), [0])
-        self.rows = b.add("Add", [b.add("Mul", [self.sequences, self.length]), self.positions])
-        length = b.add("Squeeze", [b.add("Add", [b.add("Sub", [last, first]), one]), b.constant([1])])
-        ends = b.add("Concat", [b.constant([0]), b.add("CumSum", [length, zero])], axis=0)
-        self.cumulative = b.add("Cast", [ends], to=TensorProto.INT32)
-        self.first_position = b.add("Cast", [b.add("Squeeze", [first, b.constant([1])])], to=TensorProto.INT32)
-
-    def _find_ends(self, real: str, row: str) -> tuple[str, str]:
-        """[B, 1]: the first and the last real position of each sequence; 0 and the last one where there is none.
-
-        As the largest of numbers that differ from each other: providers disagree about the first or last of equal ones,
-        and ONNX Runtime's CUDA provider leaves ``select_last_index`` to the CPU.
-        """
-        b = self.builder
-        length, position = (b.add("Cast", [n], to=TensorProto.FLOAT) for n in (self.length, row))
-        number = b.add("Mul", [b.add("Cast", [real], to=TensorProto.FLOAT), length])
-        # One more position, without a token: there is no largest one of none.
-        around, least = b.constant([0, 0, 0, 1]), b.constant(np.finfo(np.float32).min, np.float32)
-        both = (b.add(sign, [number, position]) for sign in ("Sub", "Add"))
-        first, last = (b.add("ArgMax", [b.add("Pad", [n, around, least])], axis=1, keepdims=1) for n in both)
-        return first, last
-
-    def _find_counting(self) -> str:
-        """[B, S]: the real tokens, and all rows of a sequence without one."""
-        b = self.builder
-        if not self.counting:
-            count = b.add("ReduceSum", [b.add("Cast", [self.real], to=TensorProto.INT64), b.constant([1])], keepdims=1)
-            self.counting = b.add("Or", [self.real, b.add("Equal", [count, b.constant(0)])])
-        return self.counting
-
-    def _are_read_outside(self, inside: str) -> str:
-        """Whether nodes read rows by indices that are not among those of ``inside`` [B, S]."""
-        b, reads = self.builder, dict.fromkeys((r.indices, r.kind) for r in self.region.index_reads)
-        found = ""
-        for indices, kind in reads:
-            if kind == "rows":
-                row = b.add("Gather", [b.add("Reshape", [inside, b.constant([-1])]), indices])
-            elif kind == "elements":
-                row = b.add("GatherElements", [inside, b.add("Flatten", [indices], axis=1)], axis=1)
-            else:
-                row = b.add("GatherND", [inside, indices], batch_dims=int(kind == "positions"))
-            count = b.add("ReduceSum", [b.add("Cast", [b.add("Not", [row])], to=TensorProto.INT64)], keepdims=0)
-            is_outside = b.add("Greater", [count, b.constant(0)])
-            found = b.add("Or", [found, is_outside]) if found else is_outside
-        return found
+    def _find_tokens(self) -> TokenRows:
+        """The tokens, by the mask and the sizes of the padded batch."""
+        b, mask = self.builder, self.region.mask.tensor
+        is_whole = self._rank(mask) == 2
+        mask = self._expanded(mask, TokenAxes(0, 1)) if is_whole else mask
+        return TokenRows(b, self.region, BatchTensors(self.batch, self.length, mask, is_whole))
 
     # ---- nodes of the region ----
     def _rewrite_node(self, i: int, node: onnx.NodeProto) -> None:
@@ -262,6 +189,8 @@ class _Writer:
         if (node.domain, node.op_type) == ("com.microsoft", "RotaryEmbedding"):
             # There may be more tokens than positions in its tables; without this, ONNX Runtime refuses that.
             node.attribute.extend([helper.make_attribute("is_packed_batching", 1)])
+        if self.region.capacity and i in self.region.sites and self._has_common_scales():
+            self._repeat_first_token(node)
         if row_wise.shape is not None:
             at, shape = row_wise.shape
             while len(node.input) <= at:
@@ -270,6 +199,19 @@ class _Writer:
             kept = [a for a in node.attribute if a.name not in ("shape", "allowzero")]
             del node.attribute[:]
             node.attribute.extend(kept)
+
+    def _has_common_scales(self) -> bool:
+        """Whether numbers are computed from all rows together, which rows without a token must not change."""
+        return any(self.graph.node[i].op_type in SCALED_BY_ALL_ROWS for i in self.region.nodes)
+
+    def _repeat_first_token(self, attention: onnx.NodeProto) -> None:
+        """Attention gives 0 in rows without a token. They become copies of the first token again."""
+        result = attention.output[0]
+        attention.output[0] = self.builder.name()
+        axis = self.unpadded[result].position
+        node = helper.make_node("Gather", [attention.output[0], self.tokens.first_again], [result], axis=axis)
+        node.name = attention.output[0]
+        self.builder.nodes.append(node)
 
     def _gather(self, tensor: str, axes: TokenAxes, behind: int) -> str:
         """The real tokens of a tensor that the graph has padded.
@@ -286,16 +228,18 @@ class _Writer:
         if not axes.merged:
             tensor = self._expanded(tensor, axes)
         if axes.merged:
-            found = b.add("Gather", [tensor, self.rows], axis=axes.position)
+            found = b.add("Gather", [tensor, self.tokens.rows], axis=axes.position)
         elif axes.is_whole:
-            perm = axes.in_front(self._rank(source))
-            found = self._transposed(b.add("GatherND", [self._transposed(tensor, perm), self.index]), _inverse(perm))
+            rank = self._rank(source)
+            perm = axes.in_front(rank)
+            rows = b.add("Reshape", [self._transposed(tensor, perm), b.constant([1, -1] + [0] * (rank - 2))])
+            found = self._transposed(b.add("Gather", [rows, self.tokens.rows], axis=1), _inverse(perm))
         elif axes.position is not None:
-            found = b.add("Gather", [tensor, self.positions], axis=axes.position)
+            found = b.add("Gather", [tensor, self.tokens.positions], axis=axes.position)
         else:
             # [.., B, .., 1, ..]: what all tokens of a sequence have in common; the axis of positions may be missing.
             assert axes.batch is not None
-            found = b.add("Gather", [tensor, self.sequences], axis=axes.batch)
+            found = b.add("Gather", [tensor, self.tokens.sequences], axis=axes.batch)
             rank = self._rank(source)
             if new := list(range(behind - rank)):
                 found = b.unsqueeze(found, new)
@@ -347,30 +291,26 @@ class _Writer:
         """Writes a padded tensor; ``are_zero``: rows of padding that are among the tokens are 0, too."""
         b, axes, shape = self.builder, self.unpadded[name], self._shape(name)
         dtype = self.symbolic.dtype(self.original.get(name, name))
-        zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(dtype))
-        fill = helper.make_tensor("value", dtype, [1], zero.tobytes(), raw=True)
         perm = axes.in_front(len(shape))
-        index = b.unsqueeze(self.rows, [1]) if axes.merged else self.index
-        zeros = b.add("ConstantOfShape", [self._sizes([shape[a] for a in perm], axes.merged)], value=fill)
-        tokens = self._transposed(name, perm)
-        if are_zero:
-            tokens, index = self._without_padding(tokens, index, axes.merged)
-        return self._transposed(b.add("ScatterND", [zeros, index, tokens]), _inverse(perm))
+        axis = 0 if axes.merged else 1
+        sizes = self._sizes([integer(1)] * (axis + 1) + [shape[a] for a in perm[axis + 1 :]])
+        slots = self.tokens.real_slots if are_zero else self.tokens.slots
+        rows = [_filled(b, sizes, dtype, 0.0), self._transposed(name, perm)]
+        if self.region.capacity:
+            # Tokens beyond it: a library or a device that gives no error must not give numbers either.
+            slots = b.add("Min", [slots, b.constant(self.region.capacity + 1)])
+            rows.append(_filled(b, sizes, dtype, np.nan if dtype in _FLOATS else 0.0))
+        slots = b.add("Reshape", [slots, b.constant([-1])]) if axes.merged else slots
+        found = b.add("Gather", [b.add("Concat", rows, axis=axis), slots], axis=axis)
+        found = found if axes.merged else b.add("Squeeze", [found, b.constant([0])])
+        return self._transposed(found, _inverse(perm))
 
-    def _without_padding(self, tokens: str, index: str, is_merged: bool) -> tuple[str, str]:
-        """Tokens, in front of the other axes of a tensor, and their indices, without those that are padding.
-
-        Chosen by Gather: ONNX Runtime has no Where for many types.
-        """
-        b, counting = self.builder, self._find_counting()
-        real = b.add("Gather", [b.add("Reshape", [counting, b.constant([-1])]), self.rows])
-        chosen = b.add("Gather", [b.add("NonZero", [real]), b.constant(0)])
-        axis = 0 if is_merged else 1
-        return b.add("Gather", [tokens, chosen], axis=axis), b.add("Gather", [index, chosen], axis=axis)
-
-    def _sizes(self, sizes: Sequence[Int], is_merged: bool = False) -> str:
+    def _sizes(self, sizes: Sequence[Int]) -> str:
         """A shape as a tensor."""
         b, (batch, length) = self.builder, self.region.shape
+        numbers = [size.constant for size in sizes if size.constant is not None]
+        if len(numbers) == len(sizes):
+            return b.constant(numbers)
         parts: list[str] = []
         for size in sizes:
             if size.constant is not None:
@@ -379,7 +319,7 @@ class _Writer:
                 parts.append(b.unsqueeze(b.add("Mul", [self.batch, self.length]), [0]))
             else:
                 parts.append(b.unsqueeze(self.batch if size == batch else self.length, [0]))
-        return b.add("Concat", parts, axis=0) if parts else b.constant([])
+        return b.add("Concat", parts, axis=0)
 
     def _replace_size(self, node: onnx.NodeProto, name: str) -> None:
         """Has a Shape node give the shape of the padded tensor, without that tensor."""
@@ -391,6 +331,13 @@ class _Writer:
         node.op_type = "Identity"
         del node.attribute[:]
         node.input[0] = sizes
+
+
+def _filled(b: Builder, sizes: str, dtype: int, value: float) -> str:
+    """A tensor of one number."""
+    number = np.full(1, value, helper.tensor_dtype_to_np_dtype(dtype))
+    fill = helper.make_tensor("value", dtype, [1], number.tobytes(), raw=True)
+    return b.add("ConstantOfShape", [sizes], value=fill)
 
 
 def _inverse(perm: Sequence[int]) -> list[int]:

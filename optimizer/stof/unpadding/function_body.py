@@ -10,7 +10,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.attention.function_body import attribute_constant, make_branch
+from stof.execution.run_failure import FEWER_ROWS
 from stof.graph.node_builder import Builder
+from stof.unpadding.capacity import refuse_excess
 from stof.unpadding.rules import layout_axes
 
 CUMULATIVE, CUMULATIVE_KEYS, FIRST = "cumulative_sequence_length", "cumulative_key_length", "first_position"  # roles
@@ -106,16 +108,23 @@ class _Body:
         return b.add("Reshape", [b.add("Cast", [operand], to=TensorProto.INT64), b.constant([-1])])
 
     def _index(self, b: Builder, count: str) -> str:
-        """[L, 2]: sequence and position of each token."""
+        """[rows, 2]: sequence and position of each row; rows behind the last sequence have the position behind all others."""
         row = b.add("Range", [b.constant(0), count, b.constant(1)])
         cumulative = self._cumulative(b)
         limits = [b.constant([1]), b.constant([2**31 - 1]), b.constant([0])]
         ends = b.unsqueeze(b.add("Slice", [cumulative, *limits]), [0])
         is_behind = b.add("Not", [b.add("Less", [b.unsqueeze(row, [1]), ends])])
         sequence = b.add("ReduceSum", [b.add("Cast", [is_behind], to=TensorProto.INT64), b.constant([1])], keepdims=0)
-        first = b.add("Gather", [self._list(b, self.first), sequence])
-        position = b.add("Add", [b.add("Sub", [row, b.add("Gather", [cumulative, sequence])]), first])
-        return b.add("Concat", [b.unsqueeze(sequence, [1]), b.unsqueeze(position, [1])], axis=1)
+        last = b.add("Sub", [b.add("Gather", [b.add("Shape", [ends]), b.constant(1)]), b.constant(1)])
+        own = b.add("Max", [b.add("Min", [sequence, last]), b.constant(0)])
+        first = b.add("Gather", [self._list(b, self.first), own])
+        position = b.add("Add", [b.add("Sub", [row, b.add("Gather", [cumulative, own])]), first])
+        position = b.add("Where", [b.add("Greater", [sequence, last]), self._length(b), position])
+        return b.add("Concat", [b.unsqueeze(own, [1]), b.unsqueeze(position, [1])], axis=1)
+
+    def _length(self, b: Builder) -> str:
+        """The positions of a padded sequence."""
+        return b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
 
     def _pad(self, b: Builder, tensor: str, layout: str) -> str:
         """[1, L, ...] as [B, T, ...] in the tensor's layout.
@@ -125,7 +134,9 @@ class _Body:
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
         rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
-        length = b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
+        number = b.add("Gather", [self._cumulative(b), b.constant([-1])])
+        rows = refuse_excess(b, rows, number, 2 if layout == "BSN" else 3, f"{tensor}_{FEWER_ROWS}")
+        length = self._length(b)
         starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
         before = b.add("Sub", [starts, self._list(b, self.first)])
         position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])
@@ -136,9 +147,11 @@ class _Body:
         return b.add("Transpose", [padded], perm=[0, 2, 1, 3]) if is_bhsd else padded
 
     def _pack(self, b: Builder, tensor: str, layout: str) -> str:
-        """[B, S, ...] as [1, L, ...], in the tensor's layout."""
+        """[B, S, ...] as the rows of the query, in the tensor's layout; 0 behind the last sequence."""
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
-        count = b.add("Gather", [self._cumulative(b), b.constant(-1)])
+        behind = [0, 1] + [0] * (1 if layout == "BSN" else 2)  # one more position
+        rows = b.add("Pad", [rows, b.constant([0] * len(behind) + behind)])
+        count = b.add("Gather", [b.add("Shape", ["query"]), b.constant(layout_axes(self.layouts[0]).position)])
         packed = b.unsqueeze(b.add("GatherND", [rows, self._index(b, count)]), [0])
         return b.add("Transpose", [packed], perm=[0, 2, 1, 3]) if is_bhsd else packed

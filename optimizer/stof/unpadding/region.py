@@ -74,6 +74,7 @@ class UnpaddedRegion:
         index_reads: the rows that other nodes read by indices.
         zero: of the tensors that it writes, those that are 0 in all rows of padding anyway.
         sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
+        capacity: the number of rows of unpadded tensors in every run; 0: as many as there are tokens.
     """
 
     mask: PadMask
@@ -86,6 +87,7 @@ class UnpaddedRegion:
     index_reads: tuple[IndexRead, ...] = ()
     zero: frozenset[str] = frozenset()
     sizes: Mapping[int, str] = field(default_factory=dict)
+    capacity: int = 0
 
     def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:
         """The tensors that the region writes, with their axes of tokens."""

@@ -31,6 +31,7 @@ class UnpadReport:
         padding: shares of all rows that are assumed to be padding.
         zero_outputs: outputs whose rows of padding are 0, as ``--unpad on`` allows.
         rest: why other attentions under the mask stay padded; empty where none does.
+        capacity: the number of tokens that there is room for in every run; 0: as much as a run has.
     """
 
     batch: str
@@ -45,6 +46,7 @@ class UnpadReport:
     padding: tuple[float, ...] = PADDING
     zero_outputs: tuple[str, ...] = ()
     rest: str = ""
+    capacity: int = 0
 
 
 @dataclass
@@ -119,6 +121,8 @@ def _facts(row: UnpadReport) -> str:
     words = [f"{row.nodes} nodes, {row.attentions} of {row.of_attentions} attentions"]
     if row.keys_only:
         words.append(f"keys and values alone of {row.keys_only} more")
+    if row.capacity:
+        words.append(f"room for {row.capacity} tokens in every run")
     if row.gains:
         estimates = (f"{gain:.1f}x at {share:.0%}" for share, gain in zip(row.padding, row.gains, strict=True))
         words.append(f"estimated {', '.join(estimates)} padding")

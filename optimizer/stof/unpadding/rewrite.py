@@ -14,6 +14,7 @@ from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
 from stof.selection import NamedCandidate
 from stof.symbolic import Symbolic
+from stof.unpadding.capacity import with_capacity
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
 from stof.unpadding.padded_batches import describe_batches
@@ -57,7 +58,9 @@ class UnpadDecisions(Decisions):
 
     @property
     def plan(self) -> tuple[UnpadPlan, ...]:
-        return tuple(UnpadPlan(r.batch, r.replaced, "" if r.replaced else r.reason) for r in self.unpadded.rows)
+        return tuple(
+            UnpadPlan(r.batch, r.replaced, "" if r.replaced else r.reason, r.capacity) for r in self.unpadded.rows
+        )
 
     @property
     def candidates(self) -> tuple[NamedCandidate, ...]:
@@ -121,6 +124,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
             if reason or region is None or model is None or described.symbolic is None:
                 rows.append(row)
                 continue
+            region = replace(region, capacity=self._find_capacity(job, candidate.name, region))
             regions.append(region)
             rows.append(
                 replace(
@@ -130,12 +134,21 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                     nodes=len(region.nodes),
                     attentions=len(region.sites),
                     keys_only=len(region.cross_sites),
-                    gains=gains,
+                    # A capacity gains what the batch has more rows than it, whatever the padding.
+                    gains=() if region.capacity else gains,
                     zero_outputs=outputs,
                     rest=result.reason,
+                    capacity=region.capacity,
                 )
             )
         return UnpadDecisions(described, UnpadSection(rows), tuple(regions))
+
+    def _find_capacity(self, job: Job, name: str, region: UnpaddedRegion) -> int:
+        """The capacity that options or a plan want, or the number of rows of the padded batch where that is smaller."""
+        entry = self.choice(job).entry_of(name)
+        capacity = job.options.unpad_capacity or (entry.capacity if isinstance(entry, UnpadPlan) else 0)
+        rows = (region.shape[0] * region.shape[1]).constant
+        return capacity if rows is None or not rows else min(capacity, rows)
 
     def emit(self, job: Job, decided: Decisions) -> onnx.ModelProto:
         assert isinstance(decided, UnpadDecisions)
@@ -151,7 +164,9 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
         if before is None or symbolic is None:
             return model
         changed = [r for r in decided.regions if r.zero_outputs(before.graph)]
-        return with_zero_rows(model, before, symbolic, changed) if changed else model
+        stated = with_zero_rows(model, before, symbolic, changed) if changed else model
+        limited = [r for r in decided.regions if r.capacity]
+        return with_capacity(stated, before, symbolic, limited) if limited else stated
 
     def padded_batches(self, decided: Decisions) -> tuple[PaddedBatch, ...]:
         assert isinstance(decided, UnpadDecisions)

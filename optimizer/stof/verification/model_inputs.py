@@ -18,6 +18,7 @@ from stof.execution.given_inputs import GivenFeed
 from stof.execution.inputs import InputMaker
 from stof.execution.narrow_inputs import InputNarrower
 from stof.execution.reduce_inputs import InputReducer
+from stof.execution.run_failure import parse_failure
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate
 from stof.verification.input_labels import describe_feeds, describe_sizes
@@ -216,6 +217,12 @@ class ModelInputs:
         shown = [_describe_array(name, feed[name]) for name in list(feed)[:_MOST_SHOWN]]
         more = f"; and {len(feed) - len(shown)} more" if len(feed) > len(shown) else ""
         tried = f"{self.name_sizes(case)}: {'; '.join(shown)}{more}"
+        if parse_failure(message).is_of_capacity:
+            return InputsRefusedError(
+                f"none of the batches that stof drew has as few tokens as --unpad-capacity makes room for. Tried {tried}. "
+                f"ONNX Runtime says: {message}. Give batches that fit with --inputs FILE, a larger capacity, or use "
+                "--no-verify; nothing was written"
+            )
         return InputsRefusedError(
             f"ONNX Runtime does not run the original on any inputs that stof drew. Tried {tried}. "
             f"ONNX Runtime says: {message}. Give inputs that it runs on with --inputs FILE (.npz, a folder of "

@@ -227,8 +227,10 @@ class VerifiedModels:
             session = self.sessions.make(model, optimized=False, library=False)
             session.run(None, feed, time.monotonic() + _REFUSED_BY * (limits.end - time.monotonic()))
         except RuntimeFailure as error:
-            # Runs that are compared search for numbers that do not take too much memory, or too long.
-            return None if parse_failure(str(error)).is_of_memory else error
+            # Runs that are compared search for numbers that do not take too much memory, or too long. Of several batches
+            # some may have fewer tokens.
+            failure = parse_failure(str(error))
+            return None if failure.is_of_memory or failure.is_of_capacity else error
         except LimitReached:
             return None
         return None

@@ -18,7 +18,7 @@ struct DeviceSequences {
   const int32_t* starts = nullptr;           // [B + 1]: sequence b is rows starts[b] to starts[b + 1] - 1
   const int32_t* first_positions = nullptr;  // [B]: the position of row 0 of each sequence; nullptr: 0 for all
   int64_t B = 0;
-  int64_t rows = 0;       // of all sequences
+  int64_t rows = 0;       // of the packed tensors; those from starts[B] on belong to no sequence
   int64_t positions = 0;  // of a padded sequence
 };
 
@@ -53,7 +53,7 @@ struct PackedSequencesBackend {
   // Fills the padded rows of kMostUnpacked tensors at most, with NaN in illegal sequences, and marks the keys.
   Status (*unpack)(const DeviceSequences& sequences, const SequenceRows* tensors, int count, const KeyExistence& keys,
                    const RunContext& context) = nullptr;
-  // Fills packed rows; those that belong to no legal sequence become NaN.
+  // Fills packed rows: with zeros those behind the last sequence, and with NaN those of illegal ones.
   Status (*pack)(const DeviceSequences& sequences, const SequenceRows& tensor, const RunContext& context) = nullptr;
 };
 

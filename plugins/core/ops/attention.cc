@@ -57,7 +57,11 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
   args.output.data = outputs[0].data;
-  if (problem.sequences.given()) STOF_RETURN_IF_ERROR(problem.sequences.Bind(context, &args));
+  if (problem.sequences.given()) {
+    problem.sequences.ClearRest(args);
+    if (problem.sequences.has_no_query()) return Status();
+    STOF_RETURN_IF_ERROR(problem.sequences.Bind(context, &args));
+  }
   problem.Split();
   const std::shared_ptr<const AttentionMask>& mask = problem.mask;
   const ExprSizes& sizes = problem.sizes;

@@ -2,6 +2,7 @@
 #include "plugins/core/ops/attention_sequences.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "plugins/core/ops/named_inputs.h"
 
@@ -120,7 +121,8 @@ Status HostSequences::Read(const AttentionAttributes& attributes, const Tensor* 
   STOF_RETURN_IF_ERROR(copy(roles.cumulative, B + 1, &starts_));
   first_.assign(B, 0);
   if (roles.first_position >= 0) STOF_RETURN_IF_ERROR(copy(roles.first_position, B, &first_));
-  STOF_RETURN_IF_ERROR(CheckStarts(name, args->shape.T));
+  rows_ = args->shape.T;
+  STOF_RETURN_IF_ERROR(CheckStarts(name));
   for (size_t b = 0; b < B; ++b) {
     ends_.push_back(starts_[b + 1] - starts_[b]);
     longest_ = std::max<int64_t>(longest_, ends_.back());
@@ -137,17 +139,17 @@ Status HostSequences::Read(const AttentionAttributes& attributes, const Tensor* 
   return Status();
 }
 
-Status HostSequences::CheckStarts(const std::string& name, int64_t rows) const {
+Status HostSequences::CheckStarts(const std::string& name) const {
   if (starts_[0] != 0) return Status::Error(At(name, 0, starts_[0]) + ", expected 0");
   for (size_t b = 1; b < starts_.size(); ++b) {
-    if (starts_[b] >= starts_[b - 1] && starts_[b] <= rows) continue;
+    if (starts_[b] >= starts_[b - 1] && starts_[b] <= rows_) continue;
+    // A model of fixed capacity has more tokens than rows for them.
+    const char* const hint = starts_[b] > rows_ ? "; optimize with a larger --unpad-capacity" : "";
     return Status::Error(At(name, static_cast<int64_t>(b), starts_[b]) + ", expected " +
-                         std::to_string(starts_[b - 1]) + " (the entry before it) to " + std::to_string(rows) +
-                         " (the length of " + (has_queries_ ? "query" : "key") + ")");
+                         std::to_string(starts_[b - 1]) + " (the entry before it) to " + std::to_string(rows_) +
+                         " (the length of " + (has_queries_ ? "query" : "key") + ")" + hint);
   }
-  if (starts_.back() == rows) return Status();
-  return Status::Error(At(name, static_cast<int64_t>(starts_.size()) - 1, starts_.back()) + ", expected " +
-                       std::to_string(rows) + ", the length of " + (has_queries_ ? "query" : "key"));
+  return Status();
 }
 
 Status HostSequences::CheckPositions(const std::string& name, const PaddedLength& padded) const {
@@ -192,6 +194,19 @@ Status HostSequences::Bind(const RunContext& context, AttentionArgs* args) const
   }
   args->mask.pad = own;
   return Status();
+}
+
+void HostSequences::ClearRest(const AttentionArgs& args) const {
+  if (!has_queries_ || starts_.back() == rows_) return;
+  // Rows lie one behind the other: of each head, or with all heads in each of them.
+  const AttentionShape& shape = args.shape;
+  const Strides& stride = args.output.stride;
+  const int64_t blocks = stride.s == shape.Dv ? shape.H : 1;
+  const int64_t item = SizeOf(shape.dtype), rest = rows_ - starts_.back();
+  for (int64_t block = 0; block < blocks; ++block) {
+    char* const begin = static_cast<char*>(args.output.data) + (block * stride.h + starts_.back() * stride.s) * item;
+    std::memset(begin, 0, static_cast<size_t>(rest * stride.s * item));
+  }
 }
 
 }  // namespace stof

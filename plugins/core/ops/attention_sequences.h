@@ -38,7 +38,11 @@ class HostSequences {
   // Counts rows and keys of the bound arguments from the begin of each sequence, as the kernel does. Where pad forbids
   // no key that exists, which is usual, the kernel gets no padding mask.
   Status Bind(const RunContext& context, AttentionArgs* args) const;
+  // Fills the rows of the bound output that belong to no sequence with zeros.
+  void ClearRest(const AttentionArgs& args) const;
   bool given() const { return !starts_.empty(); }
+  // Whether queries are packed, and no row belongs to a sequence.
+  bool has_no_query() const { return has_queries_ && starts_.back() == 0; }
   // Rows and keys of each sequence in the padded problem.
   MaskShift shift() const {
     const int32_t* const first = is_shifted_ ? first_.data() : nullptr;
@@ -46,10 +50,11 @@ class HostSequences {
   }
 
  private:
-  Status CheckStarts(const std::string& name, int64_t rows) const;
+  Status CheckStarts(const std::string& name) const;
   Status CheckPositions(const std::string& name, const PaddedLength& padded) const;
 
   std::vector<int32_t> starts_, ends_, first_;  // [B + 1], [B], [B]; ends: the number of keys
+  int64_t rows_ = 0;                            // of the packed tensors; those behind the last sequence belong to none
   int64_t longest_ = 0;
   bool has_queries_ = false, is_shifted_ = false;
 };

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,19 +26,21 @@ inline constexpr const char* kPackedMasks[] = {"",
                                                "k < lengths[b] or k == q"};
 inline constexpr const char* kPackedPolicies[] = {"zero", "nan", "mean", "all"};
 
-// One batch of sequences of T positions at most, of which those from first[b] to first[b] + length[b] - 1 exist.
+// One batch of sequences of T positions at most, of which those from first[b] to first[b] + length[b] - 1 exist. Packed
+// tensors have `spare` rows behind the last sequence.
 struct PackedCase {
-  int64_t B = 0, H = 1, G = 1, S = 1, T = 1, D = 8, Dv = 8;
+  int64_t B = 0, H = 1, G = 1, S = 1, T = 1, D = 8, Dv = 8, spare = 0;
   DType dtype = DType::kF32;
   bool has_queries = true, has_first = true, has_holes = false;
   int mask = 0, empty_rows = 0, threads = 1;
   std::vector<int32_t> length, first;
 
-  int64_t rows() const {
+  int64_t tokens() const {
     int64_t sum = 0;
     for (const int32_t one : length) sum += one;
     return sum;
   }
+  int64_t rows() const { return tokens() + spare; }
 };
 
 inline PackedCase DrawPacked(Random* random) {
@@ -51,6 +54,7 @@ inline PackedCase DrawPacked(Random* random) {
   c.S = c.has_queries ? c.T : random->Pick<int64_t>({1, 3, 16, 40});
   c.mask = static_cast<int>(random->Range(0, 6)), c.empty_rows = static_cast<int>(random->Range(0, 3));
   c.threads = static_cast<int>(random->Range(1, 3));
+  c.spare = random->Pick<int64_t>({0, 0, 1, 7, 40});
   for (int64_t b = 0; b < c.B; ++b) {
     const auto length = random->Pick<int64_t>({0, 1, c.T, std::min<int64_t>(c.T, 96), random->Range(0, c.T)});
     c.length.push_back(static_cast<int32_t>(length));
@@ -109,8 +113,10 @@ inline Array DrawRows(const PackedCase& c, int64_t positions, int64_t width, Ran
   return rows;
 }
 
-inline Array Packed(const PackedCase& c, Array* padded) {
+// Rows behind the last sequence hold `spare`.
+inline Array Packed(const PackedCase& c, Array* padded, float spare) {
   Array packed(c.dtype, {1, c.rows(), padded->tensor.dims[2]});
+  for (int64_t i = c.tokens() * padded->tensor.dims[2]; i < packed.tensor.Elements(); ++i) packed.Set(i, spare);
   CopyRows(c, true, padded, &packed);
   return packed;
 }
@@ -171,8 +177,9 @@ inline PackedTensors::PackedTensors(const PackedCase& c, Random* random)
   if (std::strstr(kPackedMasks[c.mask], "lengths") != nullptr) padded_operands += " lengths";
   packed_operands = padded_operands + (c.has_queries ? " cumulative_sequence_length" : " cumulative_key_length");
   if (c.has_first) packed_operands += " first_position";
-  if (c.has_queries) packed_query = Packed(c, &query);
-  packed_key = Packed(c, &key), packed_value = Packed(c, &value);
+  const float unread = std::numeric_limits<float>::quiet_NaN();
+  if (c.has_queries) packed_query = Packed(c, &query, unread);
+  packed_key = Packed(c, &key, unread), packed_value = Packed(c, &value, unread);
 }
 
 inline std::vector<Tensor> PackedTensors::PaddedInputs() const {
@@ -190,6 +197,7 @@ inline std::vector<Tensor> PackedTensors::PackedInputs(const PackedCase& c) cons
   return inputs;
 }
 
+// Poisoned by NaN.
 inline Array PackedOutput(const PackedCase& c) {
   return c.has_queries ? Array(c.dtype, {1, c.rows(), c.H * c.Dv}) : Array(c.dtype, {c.B, c.S, c.H * c.Dv});
 }
@@ -206,7 +214,7 @@ inline void ComparePacked(const PackedCase& c, const Array& found, const Array& 
 inline std::string Describe(const PackedCase& c) {
   return Text("B ", c.B, " H ", c.H, " G ", c.G, " S ", c.S, " T ", c.T, " D ", c.D, " Dv ", c.Dv, " type ",
               static_cast<int>(c.dtype), " mask '", kPackedMasks[c.mask], "' empty rows ",
-              kPackedPolicies[c.empty_rows], c.has_queries ? " queries" : " keys alone", ": ");
+              kPackedPolicies[c.empty_rows], c.has_queries ? " queries" : " keys alone", " spare rows ", c.spare, ": ");
 }
 
 }  // namespace stof::test::attention

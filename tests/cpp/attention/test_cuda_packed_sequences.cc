@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed sequences of StofAttention on a GPU beside the CPU: random cases, numbers that are illegal, a captured graph
-// that is launched again with other lengths, and the memory that the plan states.
+// Packed sequences of StofAttention on a GPU beside the CPU: random cases, some with rows behind the last sequence,
+// numbers that are illegal, a captured graph that is launched again with other lengths, and the memory that the plan
+// states.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -120,7 +121,7 @@ TEST(CudaAttentionOfPackedSequences) {
 TEST(CudaPackedSequencesOfIllegalNumbersAreNan) {
   constexpr int32_t kHuge = std::numeric_limits<int32_t>::max();
   const std::vector<std::vector<int32_t>> starts = {
-      {1, 10, 10, 34, 35, 40}, {0, 10, 9, 34, 35, 40},     {0, 10, 10, 34, 35, 39},  {0, 10, 10, 34, 35, 41},
+      {1, 10, 10, 34, 35, 40}, {0, 10, 9, 34, 35, 40},     {0, 10, 10, 34, 35, 34},  {0, 10, 10, 34, 35, 41},
       {0, -1, 10, 34, 35, 40}, {0, 10, kHuge, 34, 35, 40}, {0, 0, 0, 40, 40, kHuge}, {-5, 10, 10, 34, 35, 40}};
   const PackedCase c = SmallCase();
   Random random(1);
@@ -166,8 +167,9 @@ TEST(CudaPackedSequencesInACapturedGraph) {
   CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
   CHECK(status.ok(), status.message());
   CHECK_CUDA(cudaGraphInstantiate(&run, graph, 0));
-  for (const std::vector<int32_t>& length : {c.length, {24, 5, 1, 0, 10}, {0, 0, 20, 20, 0}, {8, 8, 8, 8, 8}}) {
-    // The same rows, divided in another way.
+  for (const std::vector<int32_t>& length :
+       {c.length, {24, 5, 1, 0, 10}, {0, 0, 20, 20, 0}, {8, 8, 8, 8, 8}, {3, 0, 2, 1, 9}, {0, 0, 0, 0, 0}}) {
+    // The same rows, divided in another way; some belong to no sequence.
     PackedTensors other(tensors);
     std::vector<int32_t> starts = {0}, first;
     for (const int32_t one : length) starts.push_back(starts.back() + one), first.push_back(24 - one);
@@ -179,6 +181,9 @@ TEST(CudaPackedSequencesInACapturedGraph) {
     Array found = PackedOutput(c);
     node.Download(&found);
     ComparePacked(c, found, RunOnHost(c, other));
+    for (int64_t i = starts.back() * c.H * c.Dv; i < found.tensor.Elements(); ++i) {
+      CHECK(found.Get(i) == 0.0f, "element ", i, " behind the last sequence is ", found.Get(i));
+    }
     CountCases(1);
   }
   cudaGraphExecDestroy(run), cudaGraphDestroy(graph), cudaStreamDestroy(stream);

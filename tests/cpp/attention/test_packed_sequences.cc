@@ -29,13 +29,22 @@ void Run(const PackedCase& c, const std::string& operands, const std::vector<Ten
 
 bool AttendsAll(const PackedCase& c) { return AttendsAllKeys(static_cast<EmptyRows>(c.empty_rows)); }
 
+// Packed inputs have NaN in rows behind the last sequence, and the output has zeros.
+void CheckSpareRows(const PackedCase& c, const Array& found) {
+  if (!c.has_queries) return;
+  for (int64_t i = c.tokens() * c.H * c.Dv; i < found.tensor.Elements(); ++i) {
+    CHECK(found.Get(i) == 0.0f, "element ", i, " behind the last sequence is ", found.Get(i));
+  }
+}
+
 void RunCase(const PackedCase& c, Random* random) {
   PackedTensors tensors(c, random);
   Array wanted(c.dtype, {c.B, c.S, c.H * c.Dv}), found = PackedOutput(c);
   Run(c, tensors.padded_operands, tensors.PaddedInputs(), &wanted);
   Run(c, tensors.packed_operands, tensors.PackedInputs(c), &found);
+  CheckSpareRows(c, found);
   if (AttendsAll(c)) return;  // over all keys, not those that exist
-  ComparePacked(c, found, c.has_queries ? Packed(c, &wanted) : wanted);
+  ComparePacked(c, found, c.has_queries ? Packed(c, &wanted, 0.0f) : wanted);
 }
 
 template <typename Function>
@@ -125,6 +134,11 @@ Status MoveOnHost(const DeviceSequences& sequences, const SequenceRows& tensor, 
       std::memcpy(unpacks ? padded : packed, unpacks ? packed : padded, size);
     }
   });
+  for (int64_t row = sequences.starts[sequences.B]; !unpacks && row < sequences.rows; ++row) {
+    for (int64_t head = 0; head < tensor.heads; ++head) {
+      std::memset(static_cast<char*>(tensor.packed) + Elements(tensor, head, row) * SizeOf(tensor.dtype), 0, size);
+    }
+  }
   return Status();
 }
 void MarkOnHost(const DeviceSequences& sequences, const KeyExistence& keys) {
@@ -212,6 +226,7 @@ TEST(AttentionOfPaddedCopies) {
     Array wanted = PackedOutput(c), found = PackedOutput(c);
     Run(c, tensors.packed_operands, tensors.PackedInputs(c), &wanted);
     if (found.tensor.Elements() > 0) RunCopies(c, tensors, random->OneIn(2), &found);
+    CheckSpareRows(c, found);
     ComparePacked(c, found, wanted);
   });
 }
@@ -274,8 +289,27 @@ TEST(PackedSequencesOfAnyNumbersStayInside) {
       CHECK(span.first >= 0 && span.first + span.length <= positions, "positions of sequence ", b);
       CHECK(span.is_legal || span.length == 0, "an illegal sequence has rows");
     }
-    const int64_t b = cuda::SequenceOfRow(sequences, random.Range(0, 25));
-    CHECK(b >= 0 && b < B, "sequence ", b, " of ", B);
+    // Where starts are legal, each row below the last of them is of one sequence.
+    if (!cuda::HasLegalStarts(sequences, 0, 1)) continue;
+    CHECK(starts.back() <= rows, "the last sequence ends behind the rows");
+    for (int64_t row = 0; row < starts.back(); ++row) {
+      int64_t owners = 0;
+      for (int64_t b = 0; b < B; ++b) {
+        const auto at = static_cast<size_t>(b);
+        owners += row >= starts[at] && row < starts[at + 1] ? 1 : 0;
+      }
+      CHECK(owners == 1, owners, " sequences own row ", row);
+    }
+    CountCases(1);
+  }
+}
+
+// Without a sequence all rows are behind the last one; the number behind starts[0] says nothing.
+TEST(PackedRowsOfNoSequence) {
+  for (const int32_t start : {0, 1, -1}) {
+    const std::vector<int32_t> starts = {start, 2};
+    const DeviceSequences sequences = {starts.data(), nullptr, 0, 3, 5};
+    CHECK(cuda::HasLegalStarts(sequences, 0, 1) == (start == 0), "start ", start);
     CountCases(1);
   }
 }
