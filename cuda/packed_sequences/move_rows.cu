@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads) UnpackKernel(const __grid_constant__
   const bool is_average = tensor.means != nullptr && IsKeptWhole(params.keys, span, sequences.positions, b);
   const int64_t end = span.first + span.length;  // of the rows that exist
   int64_t fill_begin = chunk * kRowsPerCta, fill_end = min(fill_begin + kRowsPerCta, sequences.positions);
-  if (span.is_legal) {
-    if (span.length == 0 && tensor.tile < sequences.positions) return;
+  if (span.is_legal && tensor.tile < sequences.positions) {
+    if (span.length == 0) return;
     fill_begin = max(fill_begin, span.first / tensor.tile * tensor.tile);
     fill_end = min(fill_end, (end + tensor.tile - 1) / tensor.tile * tensor.tile);
   }

@@ -162,7 +162,11 @@ Status AttentionOp::RunOnCuda(const Tensor* pad, const RunContext& context, Prob
     STOF_RETURN_IF_ERROR(problem->copies.Allocate(problem->is_pad_alone(), context, &problem->args, &pad));
     STOF_RETURN_IF_ERROR(copies.Unpack(backend->packed_sequences, context));
   }
-  STOF_RETURN_IF_ERROR(backend->attention.run(problem->args, pad, *problem->mask, problem->sizes, problem->given, own));
+  // Rows may exist that belong to none of no sequences.
+  if (problem->args.shape.B > 0 && problem->args.shape.S > 0) {
+    STOF_RETURN_IF_ERROR(
+        backend->attention.run(problem->args, pad, *problem->mask, problem->sizes, problem->given, own));
+  }
   return copies.given() ? copies.Pack(backend->packed_sequences, context) : Status();
 }
 
