@@ -17,8 +17,10 @@ from stof.graph.protobuf import copy_model
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
+from stof.unpadding.find_keys import add_has_keys
 from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
-from stof.unpadding.region import ATTENTION, UnpaddedRegion
+from stof.unpadding.pad_masks import ATTENTION, find_length_slot
+from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
 
@@ -77,7 +79,7 @@ def _add_roles(
         sources: their operands.
         builder: gets the node whose result stands in for the operands of other attention nodes.
     """
-    pad_slot = -1
+    slots: set[int] = set()
     calls: list[Sequences] = []
     absent = ""
     for i, node in _attention_nodes(model.graph):
@@ -89,7 +91,7 @@ def _add_roles(
             node.input.extend([absent] * 2)
             roles += ["unused", "unused"]
         else:
-            pad_slot = roles.index("pad")
+            slots.add(find_length_slot(node))
             node.input.extend(sources[i])
             roles += [CUMULATIVE if kind is Sequences.ALL else CUMULATIVE_KEYS, FIRST]
         operands.s = " ".join(roles).encode()
@@ -100,7 +102,7 @@ def _add_roles(
             layouts = next(
                 attention_layouts(n) for n in model.graph.node if n.domain == DOMAIN and n.op_type == ATTENTION
             )
-            function.CopyFrom(add_sequences(function, layouts, pad_slot, set(calls)))
+            function.CopyFrom(add_sequences(function, layouts, sorted(slots), set(calls)))
 
 
 def _attention_nodes(graph: onnx.GraphProto) -> Iterator[tuple[int, onnx.NodeProto]]:
@@ -179,10 +181,10 @@ class _Writer:
             by_length = b.add("Concat", [b.constant([-1]), b.unsqueeze(self.length, [0])], axis=0)
             both = [b.unsqueeze(n, [0]) for n in (self.batch, self.length)]
             tensor = b.add("Expand", [b.add("Reshape", [tensor, by_length]), b.add("Concat", both, axis=0)])
-        real = b.add("Cast", [tensor], to=TensorProto.BOOL)
-        if mask.is_inverted:
-            real = b.add("Not", [real])
-        self.real = real
+        self.real = real = mask.add_real(b, tensor, self.symbolic.dtype(mask.tensor))
+        if self.region.guards:
+            # A sequence that may have no key to attend to keeps all rows, as one without a real token does.
+            real = b.add("And", [real, add_has_keys(b, self.symbolic, self.region, real, (self.batch, self.length))])
         zero, one = b.constant(0), b.constant(1)
         # One more position, without a token: there is no largest one of none.
         number = b.add("Pad", [b.add("Cast", [real], to=TensorProto.FLOAT), b.constant([0, 0, 0, 1])])
@@ -191,7 +193,10 @@ class _Writer:
         last = b.add("Min", [b.add("ArgMax", [number], axis=1, keepdims=1, select_last_index=1), end])
         for position in sorted({r.position for r in self.region.reads}):
             at = b.constant(position) if position >= 0 else b.add("Add", [self.length, b.constant(position)])
-            is_outside = b.add("Or", [b.add("Less", [at, first]), b.add("Greater", [at, last])])
+            if self.region.averages:
+                is_outside = b.add("Not", [b.add("Gather", [real, b.unsqueeze(at, [0])], axis=1)])
+            else:
+                is_outside = b.add("Or", [b.add("Less", [at, first]), b.add("Greater", [at, last])])
             first = b.add("Where", [is_outside, zero, first])
             last = b.add("Where", [is_outside, end, last])
         row = b.add("Range", [zero, self.length, one])
@@ -199,7 +204,7 @@ class _Writer:
         inside = b.add("Not", [b.add("Or", [before, behind])])
         if self.region.index_reads:
             # Rare, as a text that is padded on the other side than its pooling expects: all rows stay.
-            all_rows = self._are_read_outside(inside)
+            all_rows = self._are_read_outside(self._find_counting() if self.region.averages else inside)
             first = b.add("Where", [all_rows, zero, first])
             last = b.add("Where", [all_rows, end, last])
             inside = b.add("Or", [inside, all_rows])

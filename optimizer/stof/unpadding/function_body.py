@@ -26,7 +26,7 @@ class Sequences(Enum):
 
 
 def add_sequences(
-    function: onnx.FunctionProto, layouts: Sequence[str], pad_slot: int, kinds: Collection[Sequences]
+    function: onnx.FunctionProto, layouts: Sequence[str], length_slots: Sequence[int], kinds: Collection[Sequences]
 ) -> onnx.FunctionProto:
     """The function for calls with two more operands: packed tensors are padded before the body, and the output packed behind it.
 
@@ -35,22 +35,26 @@ def add_sequences(
     Args:
         function: the function of calls without.
         layouts: of query, key, value and output at the calls.
-        pad_slot: the operand with the key padding mask, whose length is that of padded sequences.
+        length_slots: operands of which the last axis is as long as padded sequences; its size is 1 at calls without.
         kinds: those that calls have.
     """
-    return _Body(function, layouts, pad_slot, kinds).write()
+    return _Body(function, layouts, length_slots, kinds).write()
 
 
 class _Body:
     def __init__(
-        self, function: onnx.FunctionProto, layouts: Sequence[str], pad_slot: int, kinds: Collection[Sequences]
+        self,
+        function: onnx.FunctionProto,
+        layouts: Sequence[str],
+        length_slots: Sequence[int],
+        kinds: Collection[Sequences],
     ) -> None:
         self.function = function
         self.layouts = layouts
         self.kinds = kinds
         self.opset = next(e.version for e in function.opset_import if not e.domain)
         operands = [n for n in function.input if n.startswith("operand")]
-        self.pad = f"operand{pad_slot}"
+        self.keyed = [f"operand{slot}" for slot in length_slots]
         self.cumulative, self.first = (f"operand{len(operands) + i}" for i in range(2))
         self.builder = Builder(self.opset, "q_")
 
@@ -125,7 +129,8 @@ class _Body:
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
         rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
-        length = b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
+        lengths = [b.add("Gather", [b.add("Shape", [operand]), b.constant(-1)]) for operand in self.keyed]
+        length = lengths[0] if len(lengths) == 1 else b.add("Max", lengths)
         starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
         before = b.add("Sub", [starts, self._list(b, self.first)])
         position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])
