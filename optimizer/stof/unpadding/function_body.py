@@ -122,22 +122,26 @@ class _Body:
         return b.add("Concat", [b.unsqueeze(sequence, [1]), b.unsqueeze(position, [1])], axis=1)
 
     def _pad(self, b: Builder, tensor: str, layout: str) -> str:
-        """[1, L, ...] as [B, T, ...] in the tensor's layout.
+        """[1, L, ...] as [B, T, ...] in the tensor's layout; rows of padding are 0.
 
-        Rows of padding hold other tokens: as keys they are forbidden by the mask, and as queries no one reads them.
+        As keys they are forbidden, but their weight of 0 times NaN, of a text without a key for instance, is NaN.
         """
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
         rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
+        rank = 2 if layout == "BSN" else 3
+        count = b.add("Gather", [b.add("Shape", [rows]), b.constant(0)])
+        rows = b.add("Pad", [rows, b.constant([0] * rank + [1] + [0] * (rank - 1))])
         lengths = [b.add("Gather", [b.add("Shape", [operand]), b.constant(-1)]) for operand in self.keyed]
         length = lengths[0] if len(lengths) == 1 else b.add("Max", lengths)
-        starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
-        before = b.add("Sub", [starts, self._list(b, self.first)])
+        cumulative = self._cumulative(b)
+        starts = b.unsqueeze(b.add("Slice", [cumulative, b.constant([0]), b.constant([-1]), b.constant([0])]), [1])
+        limits = [b.constant([1]), b.constant([2**31 - 1]), b.constant([0])]
+        ends = b.unsqueeze(b.add("Slice", [cumulative, *limits]), [1])
         position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])
-        row = b.add("Add", [b.unsqueeze(before, [1]), position])
-        last = b.add("Sub", [b.add("Gather", [b.add("Shape", [rows]), b.constant(0)]), b.constant(1)])
-        row = b.add("Max", [b.add("Min", [row, last]), b.constant(0)])
-        padded = b.add("Gather", [rows, row])
+        row = b.add("Add", [b.add("Sub", [starts, b.unsqueeze(self._list(b, self.first), [1])]), position])
+        is_outside = b.add("Or", [b.add("Less", [row, starts]), b.add("Not", [b.add("Less", [row, ends])])])
+        padded = b.add("Gather", [rows, b.add("Where", [is_outside, count, row])])
         return b.add("Transpose", [padded], perm=[0, 2, 1, 3]) if is_bhsd else padded
 
     def _pack(self, b: Builder, tensor: str, layout: str) -> str:
