@@ -186,11 +186,10 @@ class _Writer:
             # A sequence that may have no key to attend to keeps all rows, as one without a real token does.
             real = b.add("And", [real, add_has_keys(b, self.symbolic, self.region, real, (self.batch, self.length))])
         zero, one = b.constant(0), b.constant(1)
-        # One more position, without a token: there is no largest one of none.
-        number = b.add("Pad", [b.add("Cast", [real], to=TensorProto.FLOAT), b.constant([0, 0, 0, 1])])
+        row = b.add("Range", [zero, self.length, one])
         end = b.add("Sub", [self.length, one])
-        first = b.add("ArgMax", [number], axis=1, keepdims=1)
-        last = b.add("Min", [b.add("ArgMax", [number], axis=1, keepdims=1, select_last_index=1), end])
+        first, last = self._find_ends(real, row)
+        last = b.add("Min", [last, end])
         for position in sorted({r.position for r in self.region.reads}):
             at = b.constant(position) if position >= 0 else b.add("Add", [self.length, b.constant(position)])
             if self.region.averages:
@@ -199,7 +198,6 @@ class _Writer:
                 is_outside = b.add("Or", [b.add("Less", [at, first]), b.add("Greater", [at, last])])
             first = b.add("Where", [is_outside, zero, first])
             last = b.add("Where", [is_outside, end, last])
-        row = b.add("Range", [zero, self.length, one])
         before, behind = b.add("Less", [row, first]), b.add("Greater", [row, last])
         inside = b.add("Not", [b.add("Or", [before, behind])])
         if self.region.index_reads:
@@ -216,6 +214,21 @@ class _Writer:
         ends = b.add("Concat", [b.constant([0]), b.add("CumSum", [length, zero])], axis=0)
         self.cumulative = b.add("Cast", [ends], to=TensorProto.INT32)
         self.first_position = b.add("Cast", [b.add("Squeeze", [first, b.constant([1])])], to=TensorProto.INT32)
+
+    def _find_ends(self, real: str, row: str) -> tuple[str, str]:
+        """[B, 1]: the first and the last real position of each sequence; 0 and the last one where there is none.
+
+        As the largest of numbers that differ from each other: providers disagree about the first or last of equal ones,
+        and ONNX Runtime's CUDA provider leaves ``select_last_index`` to the CPU.
+        """
+        b = self.builder
+        length, position = (b.add("Cast", [n], to=TensorProto.FLOAT) for n in (self.length, row))
+        number = b.add("Mul", [b.add("Cast", [real], to=TensorProto.FLOAT), length])
+        # One more position, without a token: there is no largest one of none.
+        around, least = b.constant([0, 0, 0, 1]), b.constant(np.finfo(np.float32).min, np.float32)
+        both = (b.add(sign, [number, position]) for sign in ("Sub", "Add"))
+        first, last = (b.add("ArgMax", [b.add("Pad", [n, around, least])], axis=1, keepdims=1) for n in both)
+        return first, last
 
     def _find_counting(self) -> str:
         """[B, S]: the real tokens, and all rows of a sequence without one."""
