@@ -382,8 +382,14 @@ class _Writer:
                 parts.append(b.constant([size.constant]))
             elif size == batch * length:
                 parts.append(b.unsqueeze(b.add("Mul", [self.batch, self.length]), [0]))
-            else:
-                parts.append(b.unsqueeze(self.batch if size == batch else self.length, [0]))
+            elif size == length:
+                parts.append(b.unsqueeze(self.length, [0]))
+            else:  # of sequences, or of all their heads
+                heads = size.divide(batch)
+                assert heads is not None
+                assert heads.constant is not None
+                count = self.batch if heads.constant == 1 else b.add("Mul", [self.batch, b.constant(heads.constant)])
+                parts.append(b.unsqueeze(count, [0]))
         return b.add("Concat", parts, axis=0) if parts else b.constant([])
 
     def _replace_size(self, node: onnx.NodeProto, name: str) -> None:

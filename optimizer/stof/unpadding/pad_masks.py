@@ -8,6 +8,7 @@ Where it may forbid them, too, a guard decides at run time whether a text has a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ _STRING = onnx.AttributeProto.STRING
 # Results that have the numbers of their first input, in order.
 _SAME_NUMBERS = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+_COMPARED = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE})
 # Operators by which exporters make a mask of numbers.
 _COMPARING = frozenset(
     {"Equal", "Not", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Where", "Sub", "Mul", "Cast"}
@@ -66,9 +68,12 @@ class PadMask:
         if self.number == 0 or dtype == TensorProto.BOOL:
             real = builder.add("Cast", [tensor], to=TensorProto.BOOL)
             return builder.add("Not", [real]) if self.number else real
-        wide = TensorProto.INT64 if dtype not in _FLOATS else TensorProto.DOUBLE
+        wide = dtype
+        if dtype not in _COMPARED:
+            wide = TensorProto.FLOAT if dtype in _FLOATS else TensorProto.INT64
+            tensor = builder.add("Cast", [tensor], to=wide)
         number = builder.constant(self.number, helper.tensor_dtype_to_np_dtype(wide))
-        return builder.add("Not", [builder.add("Equal", [builder.add("Cast", [tensor], to=wide), number])])
+        return builder.add("Not", [builder.add("Equal", [tensor, number])])
 
 
 @dataclass(frozen=True)
@@ -225,13 +230,18 @@ def _element(name: str, symbolic: Symbolic) -> Scalar | None:
 def _assumptions(element: Scalar, symbolic: Symbolic) -> list[tuple[str, float, float]]:
     """Tensors [B, T] with a number that decides an element at every key where they have it: that element's number then."""
     index = (var("b"), var("k"))
-    return [
-        (tensor, number, value)
-        for tensor in find_reads(element, index)
-        for number in find_compared(element, tensor)
-        if not (symbolic.dtype(tensor) == TensorProto.BOOL and number not in (0, 1))
-        if (value := ElementValues(tensor, index, number).of(element)) is not None
-    ]
+    found: list[tuple[str, float, float]] = []
+    for tensor in find_reads(element, index):
+        dtype, numbers = symbolic.dtype(tensor), find_compared(element, tensor)
+        if dtype == TensorProto.BOOL:
+            numbers = [n for n in numbers if n in (0, 1)]
+        elif dtype in _FLOATS:
+            numbers.append(-math.inf)  # of a caller's mask that is added as it is
+        for number in numbers:
+            value = ElementValues(tensor, index, number).of(element)
+            if value is not None:
+                found.append((tensor, number, value))
+    return found
 
 
 def _allows(conjunct: Node, role: str, number: float) -> bool:

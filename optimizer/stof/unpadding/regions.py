@@ -135,7 +135,7 @@ class _Analysis:
             and any(a is not None for a in row_wise.outputs)
             and not before.intersection(self.nodes[i].output)
         }
-        inside = self._connected(inside)
+        inside = self._connected(self._without_torn(inside))
         sites = frozenset(i for i in inside if i in self.attentions)
         written = {n for i in inside for n in self.nodes[i].output}
         cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(self.nodes[i], written))
@@ -184,7 +184,7 @@ class _Analysis:
             for name, axes in zip(node.output, row_wise.outputs, strict=False):
                 if name and axes is not None:
                     self.tokens[name] = axes
-            if node.output and node.output[0] in self.tokens:
+            if node.output and node.output[0] in self.tokens and not self.tokens[node.output[0]].stays_inside:
                 self.padding.follow(node)
 
     def _context(self, node: onnx.NodeProto) -> Context:
@@ -208,9 +208,10 @@ class _Analysis:
             if not name or axes is None:
                 continue
             shape = self.symbolic.shape(name)
-            if shape is None or any(n.constant is None and n not in (batch, length, batch * length) for n in shape):
+            rows = batch * integer(axes.heads)
+            if shape is None or any(n.constant is None and n not in (rows, length, batch * length) for n in shape):
                 return False
-            wanted = {axes.batch: batch, axes.position: batch * length if axes.merged else length}
+            wanted = {axes.batch: rows, axes.position: batch * length if axes.merged else length}
             if any(a is not None and shape[a] != size for a, size in wanted.items()):
                 return False
         return True
@@ -229,7 +230,8 @@ class _Analysis:
     def _follow_padding(self) -> None:
         """Finds what reads rows of padding, and the nodes that read single rows or a shape alone."""
         for output in self.graph.output:
-            if output.name in self.tokens and output.name not in self.zero_outputs:
+            axes = self.tokens.get(output.name)
+            if axes is not None and (output.name not in self.zero_outputs or axes.stays_inside):
                 self._need([output.name], f"output {output.name!r} has a row for every position")
         for name in self.captured & self.tokens.keys():
             self.needed.setdefault(name, f"a subgraph reads {name!r}")  # by its name, with all its rows
@@ -247,6 +249,8 @@ class _Analysis:
                     self._need_operands(node)
             elif is_standard(node) and node.op_type == "Shape":
                 self.sizes[i] = node.input[0]
+            elif any(self.tokens[n].stays_inside for n in names):
+                self._need(names, f"{describe(node)} reads rows of padding")
             elif (position := self._read_position(node)) is not None:
                 self.reads.append(PositionRead(i, position))
             elif node.input[0] not in self.padding.zero and (kind := self._read_indices(node)) is not None:
@@ -345,6 +349,21 @@ class _Analysis:
     # ---- the region ----
     def _is_unread(self, node: onnx.NodeProto) -> bool:
         return not any(n in self.needed for n in node.output)
+
+    def _without_torn(self, inside: dict[int, RowWise]) -> dict[int, RowWise]:
+        """Those nodes whose tensors that stay inside of a region are written and read in it alone."""
+        kept: dict[int, RowWise] = {}
+        while len(kept) != len(inside):
+            kept, inside = inside, {}
+            own = [n for n, axes in self.tokens.items() if axes.stays_inside]
+            written = {n for i in kept for n in self.nodes[i].output}
+            others = (node for i, node in enumerate(self.nodes) if i not in kept and i not in self.sizes)
+            read = {n for node in others for n in node_tensors(node)}
+            torn = {n for n in own if n not in written or n in read}
+            for i, row_wise in kept.items():
+                if not torn.intersection((*self.nodes[i].input, *self.nodes[i].output)):
+                    inside[i] = row_wise
+        return inside
 
     def _connected(self, inside: Mapping[int, RowWise]) -> dict[int, RowWise]:
         """The nodes that tensors of the region connect with one of its attentions."""
