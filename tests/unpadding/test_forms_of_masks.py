@@ -59,6 +59,13 @@ class Text(Graph):
     def sizes(self, *axes: int) -> str:
         return str(self.add("Gather", self.add("Shape", self.mask), self.constant(list(axes))))
 
+    def among_heads(self, added: str) -> str:
+        """[B, 1, 1, S] as [B * H, 1, S], and viewed as [B, H, 1, S], as torch does it."""
+        length = self.sizes(1)
+        spread = self.add("Expand", added, self.add("Concat", self.sizes(0), self.constant([HEADS, 1]), length, axis=0))
+        flat = self.add("Reshape", spread, self.add("Concat", self.constant([-1, 1]), length, axis=0))
+        return str(self.add("Reshape", flat, self.add("Concat", self.constant([-1, HEADS, 1]), length, axis=0)))
+
 
 def one_less(fill: float) -> Form:
     """(1 - m) * fill, of BERT, T5 and BART."""
@@ -141,12 +148,9 @@ def negated(g: Text) -> tuple[str, str]:
 
 
 def of_torch(g: Text) -> tuple[str, str]:
-    """torch.nn.TransformerEncoder's: -inf at padding, [B * H, 1, S], and viewed as [B, H, 1, S]."""
-    added = g.unsqueeze(str(g.add("Where", g.mask, g.number(-np.inf), g.number(0.0))), 1, 2)
-    length = g.sizes(1)
-    spread = g.add("Expand", added, g.add("Concat", g.sizes(0), g.constant([HEADS, 1]), length, axis=0))
-    flat = g.add("Reshape", spread, g.add("Concat", g.constant([-1, 1]), length, axis=0))
-    return g.add("Reshape", flat, g.add("Concat", g.constant([-1, HEADS, 1]), length, axis=0)), "add"
+    """torch.nn.TransformerEncoder's."""
+    added = g.add("Where", g.mask, g.number(-np.inf), g.number(0.0))
+    return g.among_heads(g.unsqueeze(str(added), 1, 2)), "add"
 
 
 ATTENDED: dict[str, tuple[Form, tuple[int, ...]]] = {
@@ -360,6 +364,32 @@ def test_a_hole_that_sees_no_key_is_read(kind: str, dtype: int) -> None:
     result, _ = unpadded(model)
     holes = np.array([[0, 1, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0], [1, 1, 0, 1, 1, 0, 0], [0, 0, 1, 0, 1, 0, 0]])
     check_same(model, result, {"holes": holes, "flipped": holes[:, ::-1].copy(), **many()})
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_mask_that_a_caller_adds(spread: bool) -> None:
+    """0 and -inf, of torch.nn.TransformerEncoder with a float mask; what else it holds is a bias."""
+    g = Text()
+    g.dtype = FLOAT
+    ids, g.mask = g.input("input_ids"), g.input("attention_mask", FLOAT)
+    real = str(g.add("Cast", g.add("Equal", g.mask, g.number(0.0)), to=FLOAT))
+    x, bias = g.embed(ids), g.wide()
+    for _ in range(2):
+        x = g.layer(x, g.among_heads(bias) if spread else bias)
+    for kind in ("mean", "first"):
+        g.output(g.pool(x, kind, real, FLOAT), kind)
+    model = g.model()
+    result, report = unpadded(model)
+    assert [(r.replaced, r.batch, r.attentions) for r in rows_of(report)] == [(True, "attention_mask", 2)]
+    for label, mask in many().items():
+        given = np.where(mask != 0, 0, -np.inf).astype(np.float32)
+        check_same(model, result, {label: mask}, extra={"attention_mask": given})
+    rng = np.random.default_rng(5)
+    numbers = np.array([0, 0, -np.inf, -np.inf, -5, 3, -9990, -10000, -10010, LOWEST], np.float32)
+    for _ in range(6):
+        given = rng.choice(numbers, (8, 7))
+        given[0], given[1] = np.where(given[:2] > -np.inf, -9990, -np.inf)
+        check_same(model, result, {"numbers": np.ones((8, 7), np.int64)}, extra={"attention_mask": given}, rtol=2e-3)
 
 
 @pytest.mark.parametrize("fill", [-5.0, -9000.0])

@@ -34,6 +34,7 @@ LENGTH_ROLES = (
 )  # operands from which a call knows how many keys there are, the first it has
 _VECTORS = ("pad", "segment_k")
 _ONE = integer(1)
+_MOST_HEADS = 64  # of which elements are compared
 _STRING = onnx.AttributeProto.STRING
 # Results that have the numbers of their first input, in order.
 _SAME_NUMBERS = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
@@ -224,7 +225,15 @@ def _element(name: str, symbolic: Symbolic) -> Scalar | None:
     if tensor is None or tensor.is_constant or tensor.rank not in (2, 4):
         return None
     index = (var("b"), var("h"), var("q"), var("k"))
-    return tensor.at(project(index if tensor.rank == 4 else (index[0], index[3]), tensor.shape))
+    if tensor.rank == 2:
+        return tensor.at(project((index[0], index[3]), tensor.shape))
+    heads = tensor.shape[1].constant
+    if heads is not None and 1 < heads <= _MOST_HEADS:
+        # Of each head: where they were an axis with the batch, indices are sums with the head over their number.
+        each = {tensor.at(project((index[0], integer(h), *index[2:]), tensor.shape)) for h in range(heads)}
+        if len(each) == 1:
+            return each.pop()
+    return tensor.at(project(index, tensor.shape))
 
 
 def _assumptions(element: Scalar, symbolic: Symbolic) -> list[tuple[str, float, float]]:
