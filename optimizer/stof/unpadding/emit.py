@@ -184,7 +184,7 @@ class _Writer:
         self.real = real = mask.add_real(b, tensor, self.symbolic.dtype(mask.tensor))
         if self.region.guards:
             # A sequence that may have no key to attend to keeps all rows, as one without a real token does.
-            real = b.add("And", [real, add_has_keys(b, self.symbolic, self.region, real, (self.batch, self.length))])
+            real = b.add("And", [real, add_has_keys(b, self.region, real, (self.batch, self.length))])
         zero, one = b.constant(0), b.constant(1)
         row = b.add("Range", [zero, self.length, one])
         end = b.add("Sub", [self.length, one])

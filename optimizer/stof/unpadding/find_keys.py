@@ -12,22 +12,17 @@ from stof.graph.node_builder import Builder
 from stof.mask.expression import MaskExpression
 from stof.mask.site import FORBIDDING_VALUE
 from stof.mask.to_onnx import ScoreSizes
-from stof.symbolic import Symbolic
-from stof.symbolic.algebra.terms import integer
 from stof.unpadding.pad_masks import KeyBias, KeyCondition
 from stof.unpadding.region import UnpaddedRegion
 
 _ALMOST = np.nextafter(np.float32(-FORBIDDING_VALUE), np.float32(0))  # what is greater is at least the number itself
 
 
-def add_has_keys(
-    builder: Builder, symbolic: Symbolic, region: UnpaddedRegion, real: str, sizes: tuple[str, str]
-) -> str:
+def add_has_keys(builder: Builder, region: UnpaddedRegion, real: str, sizes: tuple[str, str]) -> str:
     """[B or 1, 1]: whether all guards of a region find keys in a sequence.
 
     Args:
         builder: gets the nodes.
-        symbolic: of the model.
         region: with guards.
         real: [B, S], which elements of its mask are not padding.
         sizes: B and S, scalars.
@@ -37,10 +32,7 @@ def add_has_keys(
         if isinstance(guard, KeyCondition):
             found.append(_fulfil(builder, guard, sizes))
         else:
-            shape = symbolic.shape(guard.tensor)
-            assert shape is not None
-            has_queries = shape[2] != integer(1) and shape[2] == region.shape[1]
-            found.append(_is_larger(builder, guard, real, has_queries))
+            found.append(_is_larger(builder, guard, real))
     return reduce(lambda one, other: builder.add("And", [one, other]), found)
 
 
@@ -54,8 +46,8 @@ def _fulfil(b: Builder, guard: KeyCondition, sizes: tuple[str, str]) -> str:
     return b.unsqueeze(b.add("Greater", [count, b.constant(0)]), [1])
 
 
-def _is_larger(b: Builder, guard: KeyBias, real: str, has_queries: bool) -> str:
-    """Whether a bias is large enough at every query that is not padding. What is no number is not."""
+def _is_larger(b: Builder, guard: KeyBias, real: str) -> str:
+    """Whether a bias is large enough at every query, or at every one that is not padding. What is no number is not."""
     bias = b.add("Cast", [guard.tensor], to=TensorProto.FLOAT)
     above = b.add("Sub", [bias, b.constant(guard.number, np.float32)])
     is_large = b.add("Greater", [above, b.constant(_ALMOST, np.float32)])
@@ -65,7 +57,7 @@ def _is_larger(b: Builder, guard: KeyBias, real: str, has_queries: bool) -> str:
         is_enough = b.add("Equal", [is_none, b.constant(0)])
     else:
         is_enough = b.add("Greater", [_count(b, is_large, 3), b.constant(0)])
-    if has_queries:
+    if guard.skips_padding:
         is_enough = b.add("Or", [is_enough, b.add("Not", [b.unsqueeze(real, [1, 3])])])
     lacking = b.add("Not", [is_enough])
     count = b.add("ReduceSum", [b.add("Cast", [lacking], to=TensorProto.INT64), b.constant([1, 2, 3])], keepdims=0)

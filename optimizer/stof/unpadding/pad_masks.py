@@ -100,11 +100,13 @@ class KeyBias:
         tensor: the bias [B or 1, H or 1, S or 1, T].
         number: its elements at padding.
         of_every_key: all keys that are not padding must have such a bias, since the mask may forbid some; else one.
+        skips_padding: padding needs no key as a query.
     """
 
     tensor: str
     number: float
     of_every_key: bool
+    skips_padding: bool = False
 
 
 Guard = KeyCondition | KeyBias
@@ -123,6 +125,11 @@ class SitePadding:
     mask: PadMask
     guard: Guard | None = None
     averages: bool = False
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether keys and values at padding reach results at padding, if guards ask for keys there, too."""
+        return self.averages and not (isinstance(self.guard, KeyBias) and not self.guard.of_every_key)
 
 
 def operands_of(node: onnx.NodeProto) -> dict[str, str]:

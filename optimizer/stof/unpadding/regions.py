@@ -8,7 +8,7 @@ whatever reads them: a node is in the region where nothing does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import onnx
@@ -26,7 +26,7 @@ from stof.graph.index import (
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.tensor import Shape
-from stof.unpadding.pad_masks import ATTENTION, PadMask, SitePadding, find_padding
+from stof.unpadding.pad_masks import ATTENTION, Guard, KeyBias, PadMask, SitePadding, find_padding
 from stof.unpadding.padding_values import PaddingValues
 from stof.unpadding.region import IndexRead, MaskResult, PositionRead, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
@@ -138,7 +138,8 @@ class _Analysis:
         inside = self._connected(self._without_torn(inside))
         sites = frozenset(i for i in inside if i in self.attentions)
         written = {n for i in inside for n in self.nodes[i].output}
-        cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(self.nodes[i], written))
+        others = (i for i in self.attentions - sites if not self.sites[i].reads_padding)
+        cross = frozenset(i for i in others if self._has_unpadded_keys(self.nodes[i], written))
         if not sites:
             return self._refusal(self._find_cause())
         region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross)
@@ -149,11 +150,23 @@ class _Analysis:
             index_reads=tuple(r for r in self.index_reads if self.nodes[r.node].input[0] in unpadded),
             zero=frozenset(self.padding.zero & unpadded.keys()),
             sizes={i: name for i, name in self.sizes.items() if name in unpadded},
-            guards=tuple(dict.fromkeys(g for i in sorted(sites | cross) if (g := self.sites[i].guard) is not None)),
+            guards=tuple(dict.fromkeys(self._find_guards(sites))),
             averages=any(self.sites[i].averages for i in sites),
         )
         reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()
         return MaskResult(self.mask, region, len(self.attentions), reason, self.tokens)
+
+    def _find_guards(self, sites: Collection[int]) -> Iterator[Guard]:
+        """Those of all attentions. Where one is not of the region, its results at padding may be read."""
+        assert self.shape is not None
+        for i in sorted(self.attentions):
+            guard = self.sites[i].guard
+            if isinstance(guard, KeyBias):
+                shape = self.symbolic.shape(guard.tensor)
+                is_by_query = shape is not None and shape[2] != _ONE
+                yield replace(guard, skips_padding=i in sites and is_by_query)
+            elif guard is not None:
+                yield guard
 
     def _padded_shape(self, site: int) -> Shape | None:
         """The sizes B and T of the keys of an attention."""
@@ -245,6 +258,8 @@ class _Analysis:
                 if not self._is_unread(node):
                     cause = next(self.needed[n] for n in node.output if n in self.needed)
                     self._need([n for j, n in enumerate(node.input) if j not in row_wise.ignored], cause)
+                    if i in self.attentions and self.sites[i].reads_padding:
+                        self._need(node.input[1:3], cause)
                 if i in self.attentions:
                     self._need_operands(node)
             elif is_standard(node) and node.op_type == "Shape":
@@ -275,7 +290,8 @@ class _Analysis:
         """An attention that is not row-wise: under this mask, keys and values at padding are not read all the same."""
         layouts = attention_layouts(node)
         for j, name in enumerate(node.input[:3]):
-            is_masked = i in self.attentions and j in (1, 2) and self.tokens.get(name) == layout_axes(layouts[j])
+            reads_real = i in self.attentions and not self.sites[i].reads_padding
+            is_masked = reads_real and j in (1, 2) and self.tokens.get(name) == layout_axes(layouts[j])
             if not is_masked:
                 self._need([name], f"{describe(node)} reads rows of padding")
         self._need_operands(node)
