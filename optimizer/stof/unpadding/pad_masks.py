@@ -12,13 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from stof.graph.index import DOMAIN, is_standard
 from stof.graph.node_builder import Builder
-from stof.mask.expression import MaskExpression
+from stof.mask.expression import MaskExpression, allows_number, find_key_vector
 from stof.mask.expression_nodes import B, Constant, K, Lookup, Name, Node, in_order, print_node
 from stof.mask.site import FORBIDDING_VALUE
 from stof.symbolic import Symbolic
@@ -160,20 +159,11 @@ def find_padding(node: onnx.NodeProto, symbolic: Symbolic, writers: Mapping[str,
     conjuncts = MaskExpression.parse(texts.get("mask", "")).conjuncts
     has_others = not all(_reads_keys_alone(c) for c in conjuncts)
     for role in _VECTORS:
-        for conjunct in (c for c in conjuncts if _vector_of(c) == role):
+        for conjunct in (c for c in conjuncts if find_key_vector(c) == role):
             found = _find_in_vector(conjunct, role, operands[role], symbolic, writers)
             if found is not None:
                 return replace(found, averages=has_others and texts.get("empty_rows") not in ("zero", "nan"))
     return _find_in_bias(operands["bias"], symbolic, has_others) if "bias" in operands else None
-
-
-def _vector_of(conjunct: Node) -> str | None:
-    """The role of the vector of keys that a condition reads at (b, k), and nothing else; None: it reads others."""
-    read = {n for n in in_order(conjunct) if isinstance(n, Lookup)}
-    if len(read) != 1 or not _reads_keys_alone(conjunct):
-        return None
-    (lookup,) = read
-    return lookup.name if lookup.name in _VECTORS and lookup.indices == (B, K) else None
 
 
 def _reads_keys_alone(conjunct: Node) -> bool:
@@ -194,7 +184,7 @@ def _find_in_vector(
         if found is not None:
             return found
     for number in dict.fromkeys([0.0, 1.0, *compared]):
-        if (is_bool and number not in (0, 1)) or _allows(conjunct, role, number):
+        if (is_bool and number not in (0, 1)) or allows_number(conjunct, number):
             continue
         # All that is not padding is allowed by these; others may allow less.
         plain = {f"{print_node(names)} != {number:.0f}", "pad[b, k]" if number == 0 else ""}
@@ -210,7 +200,7 @@ def _find_behind(conjunct: Node, role: str, operand: str, symbolic: Symbolic) ->
     if element is None:
         return None
     for tensor, number, value in _assumptions(element, symbolic):
-        if not _allows(conjunct, role, value):
+        if not allows_number(conjunct, value):
             return SitePadding(PadMask(tensor, number), KeyCondition(operand, role, print_node(conjunct)))
     return None
 
@@ -258,13 +248,6 @@ def _assumptions(element: Scalar, symbolic: Symbolic) -> list[tuple[str, float, 
             if value is not None:
                 found.append((tensor, number, value))
     return found
-
-
-def _allows(conjunct: Node, role: str, number: float) -> bool:
-    """Whether a condition on one vector allows a key whose element is a number."""
-    array = np.array([[number != 0]]) if role == "pad" else np.array([[number]], np.int64)
-    zero = np.zeros((1, 1), np.int64)
-    return bool(np.all(MaskExpression(conjunct).evaluate({role: array, "b": zero, "k": zero})))
 
 
 def _find_source(tensor: str, writers: Mapping[str, onnx.NodeProto], symbolic: Symbolic) -> str:
