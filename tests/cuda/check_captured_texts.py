@@ -54,10 +54,14 @@ class Captured:
         return {name: np.array(value.numpy()) for name, value in self.outputs.items()}
 
 
-def is_refused(captured: Captured, feeds: dict[str, np.ndarray], device: str) -> bool:
-    """Whether a batch without room gives no number that could be taken for a result."""
+def is_refused(captured: Captured, feeds: dict[str, np.ndarray], wanted: dict[str, np.ndarray], device: str) -> bool:
+    """Whether a batch without room gives no wrong number that could be taken for a result.
+
+    An output that reads no token, as the maximum over the tokens of empty texts, may be that of the original.
+    """
     if device == "cuda":
-        return all(np.isnan(array).any() for array in captured.run(feeds).values())
+        found = captured.run(feeds)
+        return all(np.isnan(array).any() or np.allclose(array, wanted[name]) for name, array in found.items())
     try:
         captured.run(feeds)
     except Exception as error:
@@ -76,12 +80,13 @@ def check(poolings: tuple[str, ...], device: str) -> tuple[int, int]:
     right = refused = 0
     for label, mask in [*batches.items(), *batches.items()]:
         feeds = feeds_for(model, mask)
+        originals = dict(zip(names, oracle.run(None, feeds), strict=True))
         if count_tokens(exact, feeds) > ROOM:
-            assert is_refused(captured, feeds, device), f"{poolings}, {label}: no sign of too many tokens"
+            assert is_refused(captured, feeds, originals, device), f"{poolings}, {label}: no sign of too many tokens"
             refused += 1
             continue
         found = captured.run(feeds)
-        for name, wanted in zip(names, oracle.run(None, feeds), strict=True):
+        for name, wanted in originals.items():
             rows = (mask != 0) | ~mask.any(1, keepdims=True) if name == "all" else ...
             np.testing.assert_allclose(
                 found[name][rows], wanted[rows], rtol=1e-3, atol=1e-4, err_msg=f"{name}, {label}"

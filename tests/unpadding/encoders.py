@@ -340,18 +340,18 @@ def check_same(
                 where = f"{name}, {label}, {'with' if with_library else 'without'} library"
                 assert one.shape == other.shape, where
                 if name in zero_rows:
-                    _check_zero_rows(one, other, mask, where)
+                    _check_zero_rows(one, other, mask, where, rtol)
                 else:
                     np.testing.assert_allclose(other, one, rtol=rtol, atol=rtol / 10, err_msg=where)
 
 
-def _check_zero_rows(one: np.ndarray, other: np.ndarray, mask: np.ndarray, where: str) -> None:
+def _check_zero_rows(one: np.ndarray, other: np.ndarray, mask: np.ndarray, where: str, rtol: float) -> None:
     for b, row in enumerate(mask):
         if not row.any():
-            np.testing.assert_allclose(other[b], one[b], rtol=2e-4, atol=2e-5, err_msg=where)
+            np.testing.assert_allclose(other[b], one[b], rtol=rtol, atol=rtol / 10, err_msg=where)
             continue
         real = np.flatnonzero(row)
-        np.testing.assert_allclose(other[b, real], one[b, real], rtol=2e-4, atol=2e-5, err_msg=where)
+        np.testing.assert_allclose(other[b, real], one[b, real], rtol=rtol, atol=rtol / 10, err_msg=where)
         np.testing.assert_array_equal(other[b, row == 0], 0, err_msg=where)
 
 

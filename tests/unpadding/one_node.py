@@ -22,7 +22,14 @@ FIRST, LAST = (1, 0, 4), (3, 4, 4)  # of each sequence: padding on both sides, n
 SEQUENCES = np.array([b for b in range(BATCH) for _ in range(FIRST[b], LAST[b] + 1)])
 POSITIONS = np.array([s for b in range(BATCH) for s in range(FIRST[b], LAST[b] + 1)])
 TYPES = {"f": np.float32, "i": np.int64, "b": np.bool_, "u8": np.uint8, "i8": np.int8, "i32": np.int32}
-_SIZES = {"B": BATCH, "S": LENGTH, "BS": BATCH * LENGTH, "SB": BATCH * LENGTH}
+_SIZES = {
+    "B": BATCH,
+    "S": LENGTH,
+    "BS": BATCH * LENGTH,
+    "SB": BATCH * LENGTH,
+    "turned": BATCH * LENGTH,
+    "B*2": BATCH * 2,
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Operand:
     """An input of a node.
 
     Attributes:
-        shape: its sizes in words: "B S 4"; "BS" is batch times positions.
+        shape: its sizes in words: "B S 4"; "BS" is batch times positions, "turned" positions times batch, "B*2" two heads of each
+            sequence.
         dtype: a key of TYPES.
         has_tokens: whether its axes B and S are those of tokens; else a rule must find them by itself.
         array: a constant; the shape is the array's.
@@ -62,6 +70,10 @@ class Operand:
             return None
         if "BS" in words:
             return TokenAxes(None, words.index("BS"), True)
+        if "turned" in words:
+            return TokenAxes(None, words.index("turned"), True, turned=True)
+        if {"B*2", "S"} <= set(words):
+            return TokenAxes(words.index("B*2"), words.index("S"), heads=2)
         return TokenAxes(words.index("B"), words.index("S")) if {"B", "S"} <= set(words) else None
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
@@ -159,7 +171,7 @@ class NodeCase:
 
 
 def _declared(word: str) -> str | int:
-    return {"BS": "B*S"}.get(word, word) if not word.isdigit() else int(word)
+    return {"BS": "B*S", "turned": "B*S"}.get(word, word) if not word.isdigit() else int(word)
 
 
 def is_padding(axes: TokenAxes, shape: Sequence[int]) -> np.ndarray:
@@ -189,7 +201,16 @@ def gather(array: np.ndarray, axes: TokenAxes, result: TokenAxes | None, rank: i
         rank: of that result.
     """
     if axes.merged:
-        return np.take(array, SEQUENCES * LENGTH + POSITIONS, axis=axes.position)
+        rows = POSITIONS * BATCH + SEQUENCES if axes.turned else SEQUENCES * LENGTH + POSITIONS
+        return np.take(array, rows, axis=axes.position)
+    if axes.heads > 1:
+        assert axes.batch is not None
+        assert axes.position is not None
+        shape, behind = list(array.shape), axes.batch + 1
+        split = array.reshape(*shape[: axes.batch], BATCH, axes.heads, *shape[behind:])
+        position = axes.position + (axes.position > axes.batch)
+        rows = gather(split, TokenAxes(axes.batch, position), None, split.ndim)
+        return rows.reshape(*rows.shape[: axes.batch], axes.heads, *rows.shape[behind + 1 :])
     if axes.batch is None:
         return np.take(array, POSITIONS, axis=axes.position)
     if axes.position is not None:

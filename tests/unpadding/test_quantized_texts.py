@@ -219,7 +219,7 @@ def test_what_verification_knows_of_batches(tmp_path: Path) -> None:
     (plain,) = capture(encoder("mean"))
     assert not plain.is_quantized
     (batch,) = capture(quantized(encoder("mean", types=True), tmp_path))
-    assert (batch.mask, batch.is_inverted, batch.dimensions) == ("attention_mask", False, {"sequence"})
+    assert (batch.mask, batch.number, batch.dimensions) == ("attention_mask", 0, {"sequence"})
     assert batch.is_quantized
     assert batch.axes == {"input_ids": (1,), "attention_mask": (1,), "token_type_ids": (1,)}
     (fixed,) = capture(quantized(encoder("mean", length=9), tmp_path))

@@ -26,9 +26,7 @@ from stof.verification.padding.padded_texts import draw_lengths, pad_texts
 from stof.verification.timed_cases import choose_padded_case
 
 QUICK = TimingLimits(seconds=10.0, end=60.0, most_rounds=2, least_rounds=1)
-TEXTS = PaddedBatch(
-    "attention_mask", False, frozenset({"sequence"}), {"input_ids": (1,), "attention_mask": (1,)}, False
-)
+TEXTS = PaddedBatch("attention_mask", 0, frozenset({"sequence"}), {"input_ids": (1,), "attention_mask": (1,)}, False)
 
 
 @pytest.fixture
@@ -80,7 +78,7 @@ def test_lengths(texts: int, positions: int) -> None:
 def test_masks_get_the_lengths(dtype: int, shape: tuple[int, ...], inverted: bool) -> None:
     model = encoder("mean", layers=1, dtype=dtype)
     maker = InputMaker(model, Symbolic(model), frozenset({"attention_mask"}))
-    batch = replace(TEXTS, is_inverted=inverted)
+    batch = replace(TEXTS, number=int(inverted))
     kind = np.bool_ if dtype == BOOL else np.int64
     feed = {"input_ids": np.arange(200).reshape(5, 40), "attention_mask": np.full(shape, 1 - inverted, kind)}
     found, ratio = pad_texts([batch], maker, feed)
@@ -97,7 +95,7 @@ def test_masks_get_the_lengths(dtype: int, shape: tuple[int, ...], inverted: boo
 def test_both_masks_of_a_model_get_lengths() -> None:
     model = encoder("mean", layers=1)
     maker = InputMaker(model, Symbolic(model), frozenset())
-    batches = [PaddedBatch(n, False, frozenset(), {n: (1,)}, False) for n in ("a", "b")]
+    batches = [PaddedBatch(n, 0, frozenset(), {n: (1,)}, False) for n in ("a", "b")]
     feed = {"a": np.ones((4, 30), np.int64), "b": np.ones((4, 17), np.int64)}
     found, ratio = pad_texts(batches, maker, feed)
     assert ratio == (4 * 30 + 4 * 17) / (found["a"].sum() + found["b"].sum())

@@ -23,7 +23,10 @@ from stof.options import Options
 from stof.plan import Plan, load, parse
 from stof.report import Report
 from stof.symbolic import Symbolic
+from stof.symbolic.algebra.terms import ONE
 from stof.unpadding import emit
+from stof.unpadding.pad_masks import PadMask
+from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.plan_entry import UnpadPlan
 from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.report import KEY
@@ -299,13 +302,32 @@ def test_a_model_without_padding_says_nothing(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt"])
-def test_other_targets_leave_the_padding(path: Path, target: str) -> None:
+def test_targets_without_packed_sequences_leave_the_padding(path: Path, target: str) -> None:
     try:
         result, report = optimize(path, target=target, capability=90)
     except StofError as error:
         pytest.skip(str(error))
-    assert are_unpadded(result) == [False] * len(list(attentions(result)))
-    assert all(target.lower() in r.reason.lower() for r in rows_of(report))
+    assert are_unpadded(result) == [target == "cuda"] * len(list(attentions(result)))
+    if target == "tensorrt":
+        assert all(target in r.reason.lower() for r in rows_of(report))
+
+
+def test_what_padded_copies_do_not_compute_stays_padded_on_cuda() -> None:
+    padded = {"mask": "pad[b, k]", "empty_rows": "all", "operands": "pad bias"}
+    region = UnpaddedRegion(PadMask("mask"), (ONE, ONE), "ids", {}, frozenset({1}), frozenset({2}))
+    for changed, reason in (
+        ({}, ""),
+        ({"mask": "abs(q - k) <= 8 and pad[b, k]"}, "has a bias"),
+        ({"mask": "abs(q - k) <= 8 and pad[b, k]", "empty_rows": "mean"}, ""),
+        ({"mask": "abs(q - k) <= 8 and pad[b, k]", "operands": "pad"}, ""),
+    ):
+        other = helper.make_node("Identity", ["x"], ["y"])
+        nodes = [helper.make_node("StofAttention", [], ["z"], f"site{i}", **(padded | changed)) for i in range(2)]
+        for order in ([other, *nodes], [other, *reversed(nodes)]):
+            found = find_uncopied(helper.make_graph(order, "g", [], []), region)
+            assert reason in found
+            assert bool(found) == bool(reason)
+            assert not found or "'site0'" in found or "'site1'" in found
 
 
 @pytest.mark.parametrize("unpad", ["On", "", "yes", None, True])

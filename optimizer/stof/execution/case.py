@@ -13,6 +13,7 @@ class Padding(Enum):
     NONE = "none"
     LEFT = "left"
     RIGHT = "right"
+    HOLES = "between tokens, and on the right"
     LEAST = "by one key on the right"  # of every second row, which leaves masks of most kinds a key for every query
 
 

@@ -13,7 +13,10 @@ _UNBOUNDED = 1 << 30
 
 
 def draw_padding(dims: list[int], case: Case, rng: np.random.Generator, least: bool) -> np.ndarray:
-    """0 where a key is padded; ``least``: one key is left in every row."""
+    """0 where a key is padded; ``least``: one key is left in every row.
+
+    With holes, padding stands between the first token and the last one, in every second row behind the last one, too.
+    """
     mask = np.ones(dims, np.int64)
     if case.padding is Padding.NONE or not dims or dims[-1] < 2:
         return mask
@@ -25,7 +28,13 @@ def draw_padding(dims: list[int], case: Case, rng: np.random.Generator, least: b
             count = dims[-1] - 1
         elif number == 2:  # a fourth one is all padding
             count = dims[-1] - least
-        if case.padding is Padding.LEFT:
+        if case.padding is Padding.HOLES:
+            last = dims[-1] - 1 - number % 2
+            row[1:last] = rng.random(max(last - 1, 0)) < 0.5
+            row[last + 1 :] = 0
+            if last > 1:  # one hole at least
+                row[last // 2] = 0
+        elif case.padding is Padding.LEFT:
             row[:count] = 0
         else:
             row[dims[-1] - count :] = 0

@@ -245,6 +245,24 @@ def causal_window(window: int) -> MaskExpression:
     return CAUSAL & MaskExpression(Binary("<", Binary("-", Q, K), Constant(window))) if window else CAUSAL
 
 
+def find_key_vector(condition: Node) -> str | None:
+    """The run-time operand of which a condition reads the element (b, k), and nothing else; None: it reads others."""
+    read = {n for n in in_order(condition) if isinstance(n, Lookup)}
+    names = {n.name for n in in_order(condition) if isinstance(n, Name)}
+    if len(read) != 1 or not names <= {"b", "k"}:
+        return None
+    (lookup,) = read
+    return lookup.name if lookup.name in VECTORS and lookup.indices == (B, K) else None
+
+
+def allows_number(condition: Node, number: float) -> bool:
+    """Whether a condition on one vector of keys (:func:`find_key_vector`) allows a key whose element is a number."""
+    element = number != 0 if find_key_vector(condition) == "pad" else int(number)
+    zero = np.zeros((1, 1), np.int64)
+    values = {name: np.array([[element]]) for name in VECTORS} | {"b": zero, "k": zero}
+    return bool(np.all(MaskExpression(condition).evaluate(values)))
+
+
 def rebuild(node: Node, children: Sequence[Node]) -> Node:
     """A node with others in the place of its operands."""
     match node:

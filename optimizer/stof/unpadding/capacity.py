@@ -59,7 +59,8 @@ def with_capacity(
         b = Builder(opset_of(model), unused_prefix(written.graph, f"stof_capacity{i}_"))
         sizes = b.add("Shape", [region.source])
         batch, length = (b.add("Gather", [sizes, b.constant(n)]) for n in range(2))
-        tokens = TokenRows(b, replace(region, capacity=0), BatchTensors(batch, length, region.mask.tensor, False))
+        tensors = BatchTensors(batch, length, region.mask.tensor, symbolic.dtype(region.mask.tensor), False)
+        tokens = TokenRows(b, replace(region, capacity=0), tensors)
         place = b.add("Range", [b.constant(0), b.constant(region.capacity), b.constant(1)])
         refuse_excess(b, place, tokens.count, 1, f"{region.mask.tensor}_{FEWER_ROWS}")
         # What nothing reads would not run.

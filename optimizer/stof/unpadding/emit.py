@@ -18,8 +18,9 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
 from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
+from stof.unpadding.pad_masks import ATTENTION, find_length_slot
 from stof.unpadding.product_rules import SCALED_BY_ALL_ROWS
-from stof.unpadding.region import ATTENTION, UnpaddedRegion
+from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
 from stof.unpadding.token_rows import BatchTensors, TokenRows
@@ -81,7 +82,7 @@ def _add_roles(
         sources: their operands.
         builder: gets the node whose result stands in for the operands of other attention nodes.
     """
-    pad_slot = -1
+    slots: set[int] = set()
     calls: list[Sequences] = []
     absent = ""
     for i, node in _attention_nodes(model.graph):
@@ -93,7 +94,7 @@ def _add_roles(
             node.input.extend([absent] * 2)
             roles += ["unused", "unused"]
         else:
-            pad_slot = roles.index("pad")
+            slots.add(find_length_slot(node))
             node.input.extend(sources[i])
             roles += [CUMULATIVE if kind is Sequences.ALL else CUMULATIVE_KEYS, FIRST]
         operands.s = " ".join(roles).encode()
@@ -104,7 +105,7 @@ def _add_roles(
             layouts = next(
                 attention_layouts(n) for n in model.graph.node if n.domain == DOMAIN and n.op_type == ATTENTION
             )
-            function.CopyFrom(add_sequences(function, layouts, pad_slot, set(calls)))
+            function.CopyFrom(add_sequences(function, layouts, sorted(slots), set(calls)))
 
 
 def _attention_nodes(graph: onnx.GraphProto) -> Iterator[tuple[int, onnx.NodeProto]]:
@@ -172,9 +173,9 @@ class _Writer:
     def _find_tokens(self) -> TokenRows:
         """The tokens, by the mask and the sizes of the padded batch."""
         b, mask = self.builder, self.region.mask.tensor
-        is_whole = self._rank(mask) == 2
+        is_whole, dtype = self._rank(mask) == 2, self.symbolic.dtype(mask)
         mask = self._expanded(mask, TokenAxes(0, 1)) if is_whole else mask
-        return TokenRows(b, self.region, BatchTensors(self.batch, self.length, mask, is_whole))
+        return TokenRows(b, self.region, BatchTensors(self.batch, self.length, mask, dtype, is_whole))
 
     # ---- nodes of the region ----
     def _rewrite_node(self, i: int, node: onnx.NodeProto) -> None:
@@ -317,9 +318,15 @@ class _Writer:
                 parts.append(b.constant([size.constant]))
             elif size == batch * length:
                 parts.append(b.unsqueeze(b.add("Mul", [self.batch, self.length]), [0]))
-            else:
-                parts.append(b.unsqueeze(self.batch if size == batch else self.length, [0]))
-        return b.add("Concat", parts, axis=0)
+            elif size == length:
+                parts.append(b.unsqueeze(self.length, [0]))
+            else:  # of sequences, or of all their heads
+                heads = size.divide(batch)
+                assert heads is not None
+                assert heads.constant is not None
+                count = self.batch if heads.constant == 1 else b.add("Mul", [self.batch, b.constant(heads.constant)])
+                parts.append(b.unsqueeze(count, [0]))
+        return b.add("Concat", parts, axis=0) if parts else b.constant([])
 
     def _replace_size(self, node: onnx.NodeProto, name: str) -> None:
         """Has a Shape node give the shape of the padded tensor, without that tensor."""

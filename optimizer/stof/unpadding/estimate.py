@@ -12,7 +12,8 @@ from stof.graph.index import DOMAIN
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate_or_none, size_names
 from stof.symbolic.tensor import Shape
-from stof.unpadding.region import ATTENTION, UnpaddedRegion
+from stof.unpadding.pad_masks import ATTENTION
+from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.report import PADDING
 
 _BATCH, _LENGTH, _OTHER = 8, 256, 64  # sizes that are assumed for those without a number

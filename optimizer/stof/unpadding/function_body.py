@@ -28,7 +28,7 @@ class Sequences(Enum):
 
 
 def add_sequences(
-    function: onnx.FunctionProto, layouts: Sequence[str], pad_slot: int, kinds: Collection[Sequences]
+    function: onnx.FunctionProto, layouts: Sequence[str], length_slots: Sequence[int], kinds: Collection[Sequences]
 ) -> onnx.FunctionProto:
     """The function for calls with two more operands: packed tensors are padded before the body, and the output packed behind it.
 
@@ -37,22 +37,26 @@ def add_sequences(
     Args:
         function: the function of calls without.
         layouts: of query, key, value and output at the calls.
-        pad_slot: the operand with the key padding mask, whose length is that of padded sequences.
+        length_slots: operands of which the last axis is as long as padded sequences; its size is 1 at calls without.
         kinds: those that calls have.
     """
-    return _Body(function, layouts, pad_slot, kinds).write()
+    return _Body(function, layouts, length_slots, kinds).write()
 
 
 class _Body:
     def __init__(
-        self, function: onnx.FunctionProto, layouts: Sequence[str], pad_slot: int, kinds: Collection[Sequences]
+        self,
+        function: onnx.FunctionProto,
+        layouts: Sequence[str],
+        length_slots: Sequence[int],
+        kinds: Collection[Sequences],
     ) -> None:
         self.function = function
         self.layouts = layouts
         self.kinds = kinds
         self.opset = next(e.version for e in function.opset_import if not e.domain)
         operands = [n for n in function.input if n.startswith("operand")]
-        self.pad = f"operand{pad_slot}"
+        self.keyed = [f"operand{slot}" for slot in length_slots]
         self.cumulative, self.first = (f"operand{len(operands) + i}" for i in range(2))
         self.builder = Builder(self.opset, "q_")
 
@@ -124,26 +128,30 @@ class _Body:
 
     def _length(self, b: Builder) -> str:
         """The positions of a padded sequence."""
-        return b.add("Gather", [b.add("Shape", [self.pad]), b.constant(1)])
+        lengths = [b.add("Gather", [b.add("Shape", [operand]), b.constant(-1)]) for operand in self.keyed]
+        return lengths[0] if len(lengths) == 1 else b.add("Max", lengths)
 
     def _pad(self, b: Builder, tensor: str, layout: str) -> str:
-        """[1, L, ...] as [B, T, ...] in the tensor's layout.
+        """[1, L, ...] as [B, T, ...] in the tensor's layout; rows of padding are 0.
 
-        Rows of padding hold other tokens: as keys they are forbidden by the mask, and as queries no one reads them.
+        As keys they are forbidden, but their weight of 0 times NaN, of a text without a key for instance, is NaN.
         """
         is_bhsd = layout_axes(layout).position == 2
         rows = b.add("Transpose", [tensor], perm=[0, 2, 1, 3]) if is_bhsd else tensor
         rows = b.add("Gather", [rows, b.constant(0)])  # whatever the size of the batch of calls that do not come here
+        rank = 2 if layout == "BSN" else 3
         number = b.add("Gather", [self._cumulative(b), b.constant([-1])])
-        rows = refuse_excess(b, rows, number, 2 if layout == "BSN" else 3, f"{tensor}_{FEWER_ROWS}")
-        length = self._length(b)
-        starts = b.add("Slice", [self._cumulative(b), b.constant([0]), b.constant([-1]), b.constant([0])])
-        before = b.add("Sub", [starts, self._list(b, self.first)])
+        rows = refuse_excess(b, rows, number, rank, f"{tensor}_{FEWER_ROWS}")
+        count = b.add("Gather", [b.add("Shape", [rows]), b.constant(0)])
+        rows = b.add("Pad", [rows, b.constant([0] * rank + [1] + [0] * (rank - 1))])
+        length, cumulative = self._length(b), self._cumulative(b)
+        starts = b.unsqueeze(b.add("Slice", [cumulative, b.constant([0]), b.constant([-1]), b.constant([0])]), [1])
+        limits = [b.constant([1]), b.constant([2**31 - 1]), b.constant([0])]
+        ends = b.unsqueeze(b.add("Slice", [cumulative, *limits]), [1])
         position = b.unsqueeze(b.add("Range", [b.constant(0), length, b.constant(1)]), [0])
-        row = b.add("Add", [b.unsqueeze(before, [1]), position])
-        last = b.add("Sub", [b.add("Gather", [b.add("Shape", [rows]), b.constant(0)]), b.constant(1)])
-        row = b.add("Max", [b.add("Min", [row, last]), b.constant(0)])
-        padded = b.add("Gather", [rows, row])
+        row = b.add("Add", [b.add("Sub", [starts, b.unsqueeze(self._list(b, self.first), [1])]), position])
+        is_outside = b.add("Or", [b.add("Less", [row, starts]), b.add("Not", [b.add("Less", [row, ends])])])
+        padded = b.add("Gather", [rows, b.add("Where", [is_outside, count, row])])
         return b.add("Transpose", [padded], perm=[0, 2, 1, 3]) if is_bhsd else padded
 
     def _pack(self, b: Builder, tensor: str, layout: str) -> str:

@@ -39,4 +39,4 @@ def _describe_batch(graph: onnx.GraphProto, symbolic: Symbolic, region: Unpadded
             dimensions = frozenset()  # another size would have to grow with it
     # Scales of kept rows are others than those of all rows.
     is_quantized = any(has_one_scale(graph.node[i]) for i in region.nodes)
-    return PaddedBatch(region.mask.tensor, region.mask.is_inverted, dimensions, axes, is_quantized)
+    return PaddedBatch(region.mask.tensor, region.mask.number, dimensions, axes, is_quantized)

@@ -8,7 +8,7 @@ import onnx
 from stof.graph.node_fields import plain_attributes_of
 from stof.unpadding.region import UnpaddedRegion
 
-_PAD_ALONE = "pad[b, k]"
+_PAD_ALONE = ("", "pad[b, k]")  # masks that allow all keys that are not padding
 
 
 def find_uncopied(graph: onnx.GraphProto, region: UnpaddedRegion) -> str:
@@ -22,7 +22,7 @@ def find_uncopied(graph: onnx.GraphProto, region: UnpaddedRegion) -> str:
         node = graph.node[i]
         attributes = plain_attributes_of(node)
         has_bias = "bias" in str(attributes.get("operands", "")).split()
-        if attributes.get("empty_rows") == "all" and has_bias and attributes.get("mask") != _PAD_ALONE:
+        if attributes.get("empty_rows") == "all" and has_bias and attributes.get("mask") not in _PAD_ALONE:
             return (
                 f"attention {node.name or node.output[0]!r} has a bias, rows that attend all keys (empty_rows is 'all'), and "
                 "a mask of more than padding"

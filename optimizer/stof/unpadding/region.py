@@ -8,26 +8,9 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from stof.mask.expression import MaskExpression
-from stof.mask.expression_nodes import print_node
 from stof.symbolic.tensor import Shape
+from stof.unpadding.pad_masks import Guard, PadMask
 from stof.unpadding.token_axes import RowWise, TokenAxes
-
-ATTENTION = "StofAttention"
-_PAD, _NOT_PAD = "pad[b, k]", "not pad[b, k]"
-
-
-@dataclass(frozen=True)
-class PadMask:
-    """A key padding mask that attention reads.
-
-    Attributes:
-        tensor: its name; [B, T], perhaps with axes of size 1 between these.
-        is_inverted: whether padding is what is not zero.
-    """
-
-    tensor: str
-    is_inverted: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +58,8 @@ class UnpaddedRegion:
         zero: of the tensors that it writes, those that are 0 in all rows of padding anyway.
         sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
         capacity: the number of rows of unpadded tensors in every run; 0: as many as there are tokens.
+        guards: all of which must find keys in a text; else it keeps all rows.
+        averages: a row of padding between two tokens may differ from the original's, if it is kept for these.
     """
 
     mask: PadMask
@@ -88,6 +73,8 @@ class UnpaddedRegion:
     zero: frozenset[str] = frozenset()
     sizes: Mapping[int, str] = field(default_factory=dict)
     capacity: int = 0
+    guards: tuple[Guard, ...] = ()
+    averages: bool = False
 
     def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:
         """The tensors that the region writes, with their axes of tokens."""
@@ -121,16 +108,3 @@ class MaskResult:
     attentions: int
     reason: str
     tokens: Mapping[str, TokenAxes] = field(default_factory=dict)
-
-
-def find_pad_mask(node: onnx.NodeProto) -> PadMask | None:
-    """The padding that a StofAttention node's mask forbids in every row; None: there is none."""
-    texts = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
-    roles = texts.get("operands", "").split()
-    if "pad" not in roles or "cumulative_sequence_length" in roles or "cumulative_key_length" in roles:
-        return None
-    conjuncts = [print_node(c) for c in MaskExpression.parse(texts.get("mask", "")).conjuncts]
-    tensor = node.input[3 + roles.index("pad")]
-    if _PAD in conjuncts:
-        return PadMask(tensor)
-    return PadMask(tensor, True) if _NOT_PAD in conjuncts else None

@@ -8,11 +8,10 @@ whatever reads them: a node is in the region where nothing does.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import onnx
-from onnx import TensorProto
 
 from stof.graph.index import (
     DOMAIN,
@@ -27,32 +26,13 @@ from stof.graph.index import (
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.tensor import Shape
-from stof.unpadding.region import ATTENTION, IndexRead, MaskResult, PadMask, PositionRead, UnpaddedRegion, find_pad_mask
+from stof.unpadding.pad_masks import ATTENTION, Guard, KeyBias, PadMask, SitePadding, find_padding
+from stof.unpadding.padding_values import PaddingValues
+from stof.unpadding.region import IndexRead, MaskResult, PositionRead, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
 from stof.unpadding.token_axes import Context, RowWise, TokenAxes
 
 _ONE = integer(1)
-# Results that are 0 (or false) wherever their first input is.
-_KEEPS_ZERO = frozenset(
-    {
-        "Cast",
-        "CastLike",
-        "Identity",
-        "Unsqueeze",
-        "Squeeze",
-        "Expand",
-        "Reshape",
-        "Transpose",
-        "Abs",
-        "Neg",
-        "Sign",
-        "Relu",
-    }
-)
-# Results that have the numbers of their first input, in order.
-_SAME_NUMBERS = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
-_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
-_ANY_FACTOR = frozenset({"Mul", "And"})
 
 
 def find_regions(
@@ -67,11 +47,11 @@ def find_regions(
         zero_outputs: outputs of the model may have zeros as rows of padding.
     """
     nodes = model.graph.node
-    masks: dict[PadMask, list[int]] = {}
+    masks: dict[PadMask, dict[int, SitePadding]] = {}
     writers = producers(nodes)
     for i, node in enumerate(nodes):
-        if node.domain == DOMAIN and node.op_type == ATTENTION and (mask := find_pad_mask(node)) is not None:
-            masks.setdefault(replace(mask, tensor=_find_source(mask.tensor, writers, symbolic)), []).append(i)
+        if (padding := find_padding(node, symbolic, writers)) is not None:
+            masks.setdefault(padding.mask, {})[i] = padding
     taken: set[int] = set()
     results: list[MaskResult] = []
     for mask, sites in masks.items():
@@ -82,22 +62,12 @@ def find_regions(
     return results
 
 
-def _find_source(tensor: str, writers: Mapping[str, onnx.NodeProto], symbolic: Symbolic) -> str:
-    """What a mask is a copy of, in another shape or type: attentions that have copies of one mask are padded alike."""
-    while (node := writers.get(tensor)) is not None and is_standard(node):
-        is_cast = node.op_type == "Cast" and symbolic.dtype(node.input[0]) not in _FLOATS
-        if node.op_type not in _SAME_NUMBERS and not is_cast:
-            break
-        tensor = node.input[0]
-    return tensor
-
-
 def _find_region(
     model: onnx.ModelProto,
     symbolic: Symbolic,
     opset: int,
     mask: PadMask,
-    sites: Sequence[int],
+    sites: Mapping[int, SitePadding],
     taken: set[int],
     zero_outputs: bool,
 ) -> MaskResult:
@@ -123,7 +93,7 @@ class _Analysis:
         symbolic: Symbolic,
         opset: int,
         mask: PadMask,
-        sites: Sequence[int],
+        sites: Mapping[int, SitePadding],
         zero_outputs: frozenset[str],
     ) -> None:
         self.graph = model.graph
@@ -132,12 +102,12 @@ class _Analysis:
         self.opset = opset
         self.mask = mask
         self.zero_outputs = zero_outputs
+        self.sites = sites
         self.attentions = frozenset(sites)
-        self.shape = self._padded_shape(sites[0])
+        self.shape = self._padded_shape(min(sites))
         self.source = ""
         self.tokens: dict[str, TokenAxes] = {}
-        self.zero: set[str] = set()  # tensors that are 0 in all rows of padding
-        self.true: set[str] = set()  # conditions that hold there
+        self.padding = PaddingValues(symbolic)
         self.known: dict[int, RowWise] = {}
         self.reads: list[PositionRead] = []
         self.index_reads: list[IndexRead] = []
@@ -165,10 +135,11 @@ class _Analysis:
             and any(a is not None for a in row_wise.outputs)
             and not before.intersection(self.nodes[i].output)
         }
-        inside = self._connected(inside)
+        inside = self._connected(self._without_torn(inside))
         sites = frozenset(i for i in inside if i in self.attentions)
         written = {n for i in inside for n in self.nodes[i].output}
-        cross = frozenset(i for i in self.attentions - sites if self._has_unpadded_keys(self.nodes[i], written))
+        others = (i for i in self.attentions - sites if not self.sites[i].reads_padding)
+        cross = frozenset(i for i in others if self._has_unpadded_keys(self.nodes[i], written))
         if not sites and not cross:
             return self._refusal(self._find_cause())
         region = UnpaddedRegion(self.mask, self.shape, self.source, inside, sites, cross)
@@ -177,11 +148,25 @@ class _Analysis:
             region,
             reads=tuple(r for r in self.reads if self.nodes[r.node].input[0] in unpadded),
             index_reads=tuple(r for r in self.index_reads if self.nodes[r.node].input[0] in unpadded),
-            zero=frozenset(self.zero & unpadded.keys()),
+            zero=frozenset(self.padding.zero & unpadded.keys()),
             sizes={i: name for i, name in self.sizes.items() if name in unpadded},
+            guards=tuple(dict.fromkeys(self._find_guards(sites))),
+            averages=any(self.sites[i].averages for i in sites),
         )
         reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()
         return MaskResult(self.mask, region, len(self.attentions), reason, self.tokens)
+
+    def _find_guards(self, sites: Collection[int]) -> Iterator[Guard]:
+        """Those of all attentions. Where one is not of the region, its results at padding may be read."""
+        assert self.shape is not None
+        for i in sorted(self.attentions):
+            guard = self.sites[i].guard
+            if isinstance(guard, KeyBias):
+                shape = self.symbolic.shape(guard.tensor)
+                is_by_query = shape is not None and shape[2] != _ONE
+                yield replace(guard, skips_padding=i in sites and is_by_query)
+            elif guard is not None:
+                yield guard
 
     def _padded_shape(self, site: int) -> Shape | None:
         """The sizes B and T of the keys of an attention."""
@@ -203,7 +188,7 @@ class _Analysis:
         shape = self.symbolic.shape(self.mask.tensor)
         if shape is not None and len(shape) == 2:
             self.tokens[self.mask.tensor] = TokenAxes(0, 1)
-            (self.true if self.mask.is_inverted else self.zero).add(self.mask.tensor)
+            self.padding.set(self.mask.tensor, self.mask.number)
         for i, node in enumerate(self.nodes):
             row_wise = self._row_wise(i, node)
             if row_wise is None:
@@ -212,13 +197,11 @@ class _Analysis:
             for name, axes in zip(node.output, row_wise.outputs, strict=False):
                 if name and axes is not None:
                     self.tokens[name] = axes
-            if node.output and node.output[0] in self.tokens:
-                for fixed in (self.zero, self.true):
-                    if self._keeps(node, fixed):
-                        fixed.add(node.output[0])
+            if node.output and node.output[0] in self.tokens and not self.tokens[node.output[0]].stays_inside:
+                self.padding.follow(node)
 
     def _context(self, node: onnx.NodeProto) -> Context:
-        return Context(node, self.tokens, self.zero, self.true, self.symbolic, self.opset)
+        return Context(node, self.tokens, self.padding.zero, self.padding.true, self.symbolic, self.opset)
 
     def _row_wise(self, i: int, node: onnx.NodeProto) -> RowWise | None:
         context = self._context(node)
@@ -238,9 +221,10 @@ class _Analysis:
             if not name or axes is None:
                 continue
             shape = self.symbolic.shape(name)
-            if shape is None or any(n.constant is None and n not in (batch, length, batch * length) for n in shape):
+            rows = batch * integer(axes.heads)
+            if shape is None or any(n.constant is None and n not in (rows, length, batch * length) for n in shape):
                 return False
-            wanted = {axes.batch: batch, axes.position: batch * length if axes.merged else length}
+            wanted = {axes.batch: rows, axes.position: batch * length if axes.merged else length}
             if any(a is not None and shape[a] != size for a, size in wanted.items()):
                 return False
         return True
@@ -255,35 +239,12 @@ class _Analysis:
             return None
         return RowWise((wanted[3],), dict(enumerate(wanted[:3])), None, frozenset({1, 2}))
 
-    def _keeps(self, node: onnx.NodeProto, fixed: set[str]) -> bool:
-        """Whether a result is 0 in all rows of padding (``fixed`` is ``self.zero``), or not 0 there (``self.true``)."""
-        if not is_standard(node) or not node.input:
-            return False
-        if node.op_type in _KEEPS_ZERO:
-            return node.input[0] in fixed and (fixed is self.zero or self._keeps_sign(node))
-        if node.op_type == "Not":
-            return node.input[0] in (self.true if fixed is self.zero else self.zero)
-        if fixed is self.zero:
-            is_compared = node.op_type == "Greater" and self._is_zero(node.input[1]) and node.input[0] in self.zero
-            return is_compared or (node.op_type in _ANY_FACTOR and any(n in self.zero for n in node.input))
-        if node.op_type == "Equal":
-            return any(one in self.zero and self._is_zero(other) for one, other in (node.input, node.input[::-1]))
-        return node.op_type == "Or" and any(n in self.true for n in node.input)
-
-    def _keeps_sign(self, node: onnx.NodeProto) -> bool:
-        """Whether what is not 0 stays so: a conversion between numbers may round to 0."""
-        if node.op_type == "Cast":
-            return TensorProto.BOOL in (self.symbolic.dtype(node.input[0]), self.symbolic.dtype(node.output[0]))
-        return node.op_type not in ("CastLike", "Relu")
-
-    def _is_zero(self, name: str) -> bool:
-        return self.symbolic.uniform(name) == 0
-
     # ---- backwards ----
     def _follow_padding(self) -> None:
         """Finds what reads rows of padding, and the nodes that read single rows or a shape alone."""
         for output in self.graph.output:
-            if output.name in self.tokens and output.name not in self.zero_outputs:
+            axes = self.tokens.get(output.name)
+            if axes is not None and (output.name not in self.zero_outputs or axes.stays_inside):
                 self._need([output.name], f"output {output.name!r} has a row for every position")
         for name in self.captured & self.tokens.keys():
             self.needed.setdefault(name, f"a subgraph reads {name!r}")  # by its name, with all its rows
@@ -297,13 +258,17 @@ class _Analysis:
                 if not self._is_unread(node):
                     cause = next(self.needed[n] for n in node.output if n in self.needed)
                     self._need([n for j, n in enumerate(node.input) if j not in row_wise.ignored], cause)
+                    if i in self.attentions and self.sites[i].reads_padding:
+                        self._need(node.input[1:3], cause)
                 if i in self.attentions:
                     self._need_operands(node)
             elif is_standard(node) and node.op_type == "Shape":
                 self.sizes[i] = node.input[0]
+            elif any(self.tokens[n].stays_inside for n in names):
+                self._need(names, f"{describe(node)} reads rows of padding")
             elif (position := self._read_position(node)) is not None:
                 self.reads.append(PositionRead(i, position))
-            elif node.input[0] not in self.zero and (kind := self._read_indices(node)) is not None:
+            elif node.input[0] not in self.padding.zero and (kind := self._read_indices(node)) is not None:
                 self.index_reads.append(IndexRead(i, node.input[1], kind))
             elif node.domain == DOMAIN and node.op_type == ATTENTION:
                 self._need_attention(i, node)
@@ -312,7 +277,7 @@ class _Analysis:
 
     def _need(self, names: Iterable[str], cause: str) -> None:
         for name in names:
-            if name in self.tokens and name not in self.zero:
+            if name in self.tokens and name not in self.padding.zero:
                 self.needed.setdefault(name, cause)
 
     def _need_operands(self, node: onnx.NodeProto) -> None:
@@ -325,7 +290,8 @@ class _Analysis:
         """An attention that is not row-wise: under this mask, keys and values at padding are not read all the same."""
         layouts = attention_layouts(node)
         for j, name in enumerate(node.input[:3]):
-            is_masked = i in self.attentions and j in (1, 2) and self.tokens.get(name) == layout_axes(layouts[j])
+            reads_real = i in self.attentions and not self.sites[i].reads_padding
+            is_masked = reads_real and j in (1, 2) and self.tokens.get(name) == layout_axes(layouts[j])
             if not is_masked:
                 self._need([name], f"{describe(node)} reads rows of padding")
         self._need_operands(node)
@@ -399,6 +365,21 @@ class _Analysis:
     # ---- the region ----
     def _is_unread(self, node: onnx.NodeProto) -> bool:
         return not any(n in self.needed for n in node.output)
+
+    def _without_torn(self, inside: dict[int, RowWise]) -> dict[int, RowWise]:
+        """Those nodes whose tensors that stay inside of a region are written and read in it alone."""
+        kept: dict[int, RowWise] = {}
+        while len(kept) != len(inside):
+            kept, inside = inside, {}
+            own = [n for n, axes in self.tokens.items() if axes.stays_inside]
+            written = {n for i in kept for n in self.nodes[i].output}
+            others = (node for i, node in enumerate(self.nodes) if i not in kept and i not in self.sizes)
+            read = {n for node in others for n in node_tensors(node)}
+            torn = {n for n in own if n not in written or n in read}
+            for i, row_wise in kept.items():
+                if not torn.intersection((*self.nodes[i].input, *self.nodes[i].output)):
+                    inside[i] = row_wise
+        return inside
 
     def _connected(self, inside: Mapping[int, RowWise]) -> dict[int, RowWise]:
         """The nodes that tensors of the region connect with an attention, or with keys and values of other tokens' queries."""

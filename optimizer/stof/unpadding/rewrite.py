@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from stof.graph.index import DOMAIN, opset_of
+from stof.graph.index import opset_of
 from stof.op_parts import LeavesPaddingOut, LeftOut, StatesOutputs
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.plan import EntryFormat
@@ -17,10 +17,11 @@ from stof.symbolic import Symbolic
 from stof.unpadding.capacity import with_capacity
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
+from stof.unpadding.pad_masks import may_have_padding
 from stof.unpadding.padded_batches import describe_batches
 from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
-from stof.unpadding.region import ATTENTION, MaskResult, UnpaddedRegion, find_pad_mask
+from stof.unpadding.region import MaskResult, UnpaddedRegion
 from stof.unpadding.regions import find_regions
 from stof.unpadding.report import KEY, NAMES, UnpadReport, UnpadSection
 from stof.unpadding.zero_rows import find_missing, with_zero_rows
@@ -86,7 +87,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
         if _is_left_out(job):
             return PaddedBatches()
         before = model()
-        if not any(n.domain == DOMAIN and n.op_type == ATTENTION and find_pad_mask(n) for n in before.graph.node):
+        if not any(may_have_padding(n) for n in before.graph.node):
             return PaddedBatches(before)
         with job.step("unpadding"):
             symbolic = job.facts.of(before)

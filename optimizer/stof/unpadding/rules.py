@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import onnx
 
@@ -25,7 +26,10 @@ def find_row_wise(context: Context) -> RowWise | None:
     if not any(context.axes_of(i) is not None for i in range(len(node.input))):
         return None
     domain = "" if is_standard(node) else node.domain
-    rule = _RULES.get((domain, node.op_type))
+    if any(axes.stays_inside for i in range(len(node.input)) if (axes := context.axes_of(i)) is not None):
+        rule = _RULES[domain, node.op_type] if not domain and node.op_type in _INSIDE else None
+    else:
+        rule = _RULES.get((domain, node.op_type))
     row_wise = None if rule is None else rule(context)
     # Readers of a result that a rule does not name would find it without padding.
     return None if row_wise is None or any(node.output[len(row_wise.outputs) :]) else row_wise
@@ -66,6 +70,8 @@ def _broadcast(context: Context, indices: Iterable[int] | None = None, outputs: 
                 return None
             inputs[i] = own
         elif (found := _align(axes, len(result), result, shape)) is not None:
+            if axes.stays_inside:
+                return None
             inputs[i] = found
     return RowWise((axes,) * outputs, inputs)
 
@@ -234,7 +240,7 @@ def _reshape(context: Context) -> RowWise | None:
         if a == axes.position:
             shape.append(-1)
         elif a == axes.batch:
-            shape.append(1)
+            shape.append(axes.heads)
         elif size.constant is not None:
             shape.append(size.constant)
         else:
@@ -257,20 +263,38 @@ def _find_reshaped(own: TokenAxes, before: Shape, after: Shape) -> TokenAxes | N
         assert own.position is not None
         kept = same(own.position, before[own.position])
         if kept is not None:
-            return TokenAxes(None, kept, True)
+            return replace(own, position=kept)
         outer = _product(before[: own.position])
         for a in range(len(after) - 1):
             if _product(after[:a]) == outer and after[a] * after[a + 1] == before[own.position]:
-                return TokenAxes(a, a + 1)
+                return TokenAxes(a + 1, a) if own.turned else TokenAxes(a, a + 1)
         return None
     if own.batch is None or own.position is None:
         return None
     batch, position = same(own.batch, before[own.batch]), same(own.position, before[own.position])
     if batch is not None and position is not None and batch != position:
-        return TokenAxes(batch, position)
-    if own.position == own.batch + 1:
-        merged = same(own.batch, before[own.batch] * before[own.position])
-        return None if merged is None else TokenAxes(None, merged, True)
+        return replace(own, batch=batch, position=position)
+    if position is not None and (found := _move_heads(own, before, after)) is not None:
+        return replace(found, position=position) if found.batch != position else None
+    if own.heads == 1 and abs(own.position - own.batch) == 1:
+        first = min(own.position, own.batch)
+        merged = same(first, before[own.batch] * before[own.position])
+        return None if merged is None else TokenAxes(None, merged, True, turned=first == own.position)
+    return None
+
+
+def _move_heads(own: TokenAxes, before: Shape, after: Shape) -> TokenAxes | None:
+    """The axis of sequences where a reshape puts the heads behind it into it, or takes them out."""
+    assert own.batch is not None
+    outer = _product(before[: own.batch])
+    for a, size in enumerate(after):
+        if _product(after[:a]) != outer:
+            continue
+        if own.heads > 1 and a + 1 < len(after) and after[a + 1].constant == own.heads:
+            return replace(own, batch=a, heads=1) if size * after[a + 1] == before[own.batch] else None
+        quotient = size.divide(before[own.batch])
+        if own.heads == 1 and quotient is not None and quotient.constant is not None and quotient.constant > 1:
+            return replace(own, batch=a, heads=quotient.constant)
     return None
 
 
@@ -351,6 +375,11 @@ _ELEMENTWISE = (
     "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mod", "Neg", "Not", "Or",
     "PRelu", "Pow", "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt",
     "Sub", "Sum", "Tan", "Tanh", "ThresholdedRelu", "Xor",
+)  # fmt: skip
+# Those whose rules hold for tensors that stay inside of a region, too.
+_INSIDE = frozenset(
+    {*_ELEMENTWISE, "DynamicQuantizeLinear", "Gemm", "MatMul", "MatMulInteger", "Mul", "Reshape", "Squeeze", "Transpose",
+     "Unsqueeze", "Where"}
 )  # fmt: skip
 _REDUCING = [f"Reduce{n}" for n in ("Max", "Mean", "Min", "Prod", "Sum", "SumSquare", "L1", "L2")]
 _MICROSOFT = "com.microsoft"

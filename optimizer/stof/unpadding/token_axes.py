@@ -20,16 +20,25 @@ class TokenAxes:
         batch: the axis of sequences; None: the tensor is the same for all of them, or both axes are merged.
         position: the axis of positions; None: the tensor is the same at all of them.
         merged: ``position`` is one axis of batch times positions.
+        heads: the axis of sequences has so many rows of each, one behind the other: torch.nn.MultiheadAttention's.
+        turned: the merged axis has all sequences of a position one behind the other.
     """
 
     batch: int | None
     position: int | None
     merged: bool = False
+    heads: int = 1
+    turned: bool = False
 
     @property
     def is_whole(self) -> bool:
         """Whether each token has elements of its own."""
         return self.merged or (self.batch is not None and self.position is not None)
+
+    @property
+    def stays_inside(self) -> bool:
+        """Whether only nodes of a region read and write the tensor: it is neither gathered nor scattered."""
+        return self.turned or self.heads > 1
 
     @property
     def axes(self) -> frozenset[int]:
@@ -53,10 +62,10 @@ class TokenAxes:
 
     def shifted(self, by: int) -> TokenAxes:
         """The axes with ``by`` more axes before them."""
-        return TokenAxes(
-            None if self.batch is None else self.batch + by,
-            None if self.position is None else self.position + by,
-            self.merged,
+        return replace(
+            self,
+            batch=None if self.batch is None else self.batch + by,
+            position=None if self.position is None else self.position + by,
         )
 
 

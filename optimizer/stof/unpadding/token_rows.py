@@ -13,6 +13,7 @@ from functools import cached_property
 from onnx import TensorProto
 
 from stof.graph.node_builder import Builder
+from stof.unpadding.find_keys import add_has_keys
 from stof.unpadding.region import UnpaddedRegion
 
 _END = 2**63 - 1  # of a slice to the end
@@ -27,12 +28,14 @@ class BatchTensors:
         batch: a tensor with the size B.
         length: a tensor with the size S.
         mask: the key padding mask; [B, S], or of any shape with S as its last axis and as many rows as B, or one.
+        dtype: its element type.
         is_expanded: ``mask`` is [B, S].
     """
 
     batch: str
     length: str
     mask: str
+    dtype: int
     is_expanded: bool
 
 
@@ -57,18 +60,21 @@ class TokenRows:
         self._tensors = tensors
         self._zero, self._one = b.constant(0), b.constant(1)
         self._row = b.add("Range", [self._zero, tensors.length, self._one])
-        self._real = self._find_real()
-        first = b.reduce("ReduceMin", b.add("Where", [self._real, self._row, b.constant(_BEHIND)]), 1)
-        last = b.reduce("ReduceMax", b.add("Where", [self._real, self._row, b.constant(-1)]), 1)
+        self._real = real = self._find_real()
+        if region.guards:
+            # A sequence that may have no key to attend to keeps all rows, as one without a real token does.
+            real = b.add("And", [real, add_has_keys(b, region, real, (tensors.batch, tensors.length))])
+        first = b.reduce("ReduceMin", b.add("Where", [real, self._row, b.constant(_BEHIND)]), 1)
+        last = b.reduce("ReduceMax", b.add("Where", [real, self._row, b.constant(-1)]), 1)
         before, behind = b.add("Less", [self._row, first]), b.add("Greater", [self._row, last])
         inside = b.add("Not", [b.add("Or", [before, behind])])
         is_whole = b.add("Less", [last, self._zero])  # [B, 1]: no row of the sequence is real
         for position in sorted({r.position for r in region.reads}):
-            is_whole = b.add("Or", [is_whole, self._is_missing(inside, position)])
+            is_whole = b.add("Or", [is_whole, self._is_missing(real if region.averages else inside, position)])
         self.kept = b.add("Or", [inside, is_whole])
         if region.index_reads:
             # Rare, as a text that is padded on the other side than its pooling expects: all rows stay.
-            are_all = self._are_read_outside(self.kept)
+            are_all = self._are_read_outside(self._counting if region.averages else self.kept)
             is_whole, self.kept = b.add("Or", [is_whole, are_all]), b.add("Or", [self.kept, are_all])
         first = b.add("Where", [is_whole, self._zero, first])
         number = b.add("Cast", [self.kept], to=TensorProto.INT64)
@@ -120,14 +126,19 @@ class TokenRows:
     def real_slots(self) -> str:
         """``slots`` without padding between tokens, but for sequences without a real one."""
         b = self._builder
-        count = b.add("ReduceSum", [b.add("Cast", [self._real], to=TensorProto.INT64), b.constant([1])], keepdims=1)
-        counting = b.add("Or", [self._real, b.add("Equal", [count, self._zero])])
-        return b.add("Mul", [self.slots, b.add("Cast", [counting], to=TensorProto.INT64)])
+        return b.add("Mul", [self.slots, b.add("Cast", [self._counting], to=TensorProto.INT64)])
 
     @cached_property
     def count(self) -> str:
         """[1], the number of tokens."""
         return self._builder.add("Gather", [self._starts, self._builder.constant([-1])])
+
+    @cached_property
+    def _counting(self) -> str:
+        """[B, S]: the real tokens, and all rows of a sequence without one."""
+        b = self._builder
+        count = b.add("ReduceSum", [b.add("Cast", [self._real], to=TensorProto.INT64), b.constant([1])], keepdims=1)
+        return b.add("Or", [self._real, b.add("Equal", [count, self._zero])])
 
     @cached_property
     def _place(self) -> str:
@@ -156,8 +167,7 @@ class TokenRows:
         if not tensors.is_expanded:
             by_length = b.add("Concat", [b.constant([-1]), b.unsqueeze(tensors.length, [0])], axis=0)
             mask = b.add("Expand", [b.add("Reshape", [mask, by_length]), self._sizes()])
-        real = b.add("Cast", [mask], to=TensorProto.BOOL)
-        return b.add("Not", [real]) if self._region.mask.is_inverted else real
+        return self._region.mask.add_real(b, mask, tensors.dtype)
 
     def _is_missing(self, inside: str, position: int) -> str:
         """[B, 1]: whether no token of a sequence has a position; negative ones count from the end."""

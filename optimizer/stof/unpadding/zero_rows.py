@@ -41,7 +41,7 @@ def with_zero_rows(
     for number, region in enumerate(regions):
         tensors = region.unpadded(unpadded.graph.node)
         builder = Builder(opset_of(model), unused_prefix(written.graph, f"stof_zero{number}_"))
-        inside = _find_rows(builder, region)
+        inside = _find_rows(builder, region, symbolic.dtype(region.mask.tensor))
         for name in region.zero_outputs(unpadded.graph):
             shape = symbolic.shape(name)
             assert shape is not None
@@ -50,13 +50,11 @@ def with_zero_rows(
     return written
 
 
-def _find_rows(b: Builder, region: UnpaddedRegion) -> str:
-    """[B, S]: which rows stay."""
+def _find_rows(b: Builder, region: UnpaddedRegion, dtype: int) -> str:
+    """[B, S]: which rows stay. ``dtype`` is the mask's."""
     length = b.add("Slice", [b.add("Shape", [region.source]), b.constant([1]), b.constant([2])])
     rows = b.add("Reshape", [region.mask.tensor, b.add("Concat", [b.constant([-1]), length], axis=0)])
-    real = b.add("Cast", [rows], to=TensorProto.BOOL)
-    if region.mask.is_inverted:
-        real = b.add("Not", [real])
+    real = region.mask.add_real(b, rows, dtype)
     any_real = b.add("ReduceSum", [b.add("Cast", [real], to=TensorProto.INT64), b.constant([1])], keepdims=1)
     return b.add("Or", [real, b.add("Less", [any_real, b.constant(1)])])
 

@@ -40,7 +40,7 @@ def compare_output(
         expanded: runs of another graph that means the same.
         has_faults: sites differ, so outputs at padded queries count.
     """
-    undefined = inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT)
+    undefined = inputs.may_carry_nan and case.padding in (Padding.LEFT, Padding.RIGHT, Padding.HOLES)
     held = inputs.cache_rows(name, feed, plain.shape)
     padded = None if held is not None or has_faults else inputs.padded_queries(case, feed)
     return compare_outputs(

@@ -84,7 +84,9 @@ Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, Atte
   const AttentionShape& shape = args->shape;
   const EmptyRows empty_rows = args->mask.empty_rows;
   const bool attends_all = AttendsAllKeys(empty_rows);
-  if (attends_all && is_pad_alone) {
+  // A mean reads no bias, which may be infinite.
+  const bool is_whole_or_none = is_pad_alone && !(empty_rows == EmptyRows::kMean && has_bias_);
+  if (attends_all && is_whole_or_none) {
     // All rows of a sequence are without an allowed key, or none is. So marks allow all keys that exist, and, where
     // the result is their mean, every value is that: no row needs a second pass.
     args->mask.empty_rows = EmptyRows::kZero;
@@ -92,7 +94,7 @@ Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, Atte
   }
   // Forbidden keys may hold anything, and values where no key of a tile is allowed. A second pass reads all of them,
   // and the kernels for few queries have other tiles.
-  const bool has_second_pass = attends_all && !is_pad_alone;
+  const bool has_second_pass = attends_all && !is_whole_or_none;
   const int64_t tile = std::max(shape.D, shape.Dv) <= 128 ? kKeyTiles : kKeyTilesOfLargeHeads;
   value_.tile = has_second_pass || !has_queries_ ? std::max<int64_t>(shape.T, 1) : tile;
   key_.tile = empty_rows == EmptyRows::kAll && has_second_pass ? std::max<int64_t>(shape.T, 1) : 1;

@@ -97,6 +97,8 @@ class AttentionChecks(SiteChecks):
         soft = any(_absorbs_scores(r) for r in self.rewrites)
         ignores_rows = any(r.ignores_empty_rows for r in self.rewrites)
         run_cases = cases([r.mask.expression for r in self.rewrites], tokens, 2 if soft else BATCH_WITH_ALL_PADDING)
+        if self.inputs.pads or self.inputs.switches:
+            run_cases.insert(-1, Case(3, run_cases[-1].length + 2, Padding.HOLES))
         if self.inputs.counts and not soft and not ignores_rows:
             *others, short = run_cases
             unusual = [Case(3, short.length, Padding.LEFT, counts=c) for c in (Counts.NEGATIVE, Counts.BEYOND)]

@@ -22,6 +22,7 @@ from stof.execution.session_worker import SessionSpec
 from stof.execution.upcast import widen
 from stof.graph.external_data import external_files
 from stof.graph.index import GraphIndex
+from stof.mask.expression import allows_number, find_key_vector
 from stof.mask.site import AttentionSite, LiftedMask, MaskTerm
 from stof.mask.strength import LOWEST
 from stof.symbolic import Int, Symbolic
@@ -55,11 +56,20 @@ def tensors_by_role(
     """The tensors that masks read, by role, as :class:`InputMaker` takes them.
 
     Padding, numbers of keys (with the key lengths), segments, padding that is true where a key is none, table indices.
+    A vector of keys is padding, too, where 0 alone is allowed of small numbers, or 1 alone, or all above 0.
     """
     masks = list(masks)
     read = [(o, site.dims[3]) for site, m in masks for o in m.operands]
     forbidding = {o.tensor for _, m in masks for o in m.operands if o.role == "pad" and m.expression.forbids_padding}
     pads = frozenset(o.tensor for o, _ in read if o.role == "pad")
+    for _, mask in masks:
+        vectors = {o.role: o.tensor for o in mask.operands if o.role == "segment_k"}
+        for condition in mask.expression.conjuncts:
+            tensor = vectors.get(find_key_vector(condition) or "")
+            allowed = [number for number in (0, 1, 2, -1) if tensor and allows_number(condition, number)]
+            if tensor and "segment_q" not in mask.expression.vectors and allowed in ([0], [1], [1, 2]):
+                pads |= {tensor}
+                forbidding |= {tensor} if allowed == [0] else set()
     limits = {o.tensor: keys for o, keys in read if o.role == "lengths"}
     segments = frozenset(o.tensor for o, _ in read) - pads - frozenset(limits)
     indexing = {o.tensor for _, m in masks for o in m.operands if m.expression.indexes_table(o.role)}

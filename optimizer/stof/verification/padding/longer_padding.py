@@ -233,7 +233,7 @@ class LongerPadding:
         return found
 
 
-def _append(array: np.ndarray, axes: Sequence[int], columns: np.ndarray, padding: int | None) -> np.ndarray:
+def _append(array: np.ndarray, axes: Sequence[int], columns: np.ndarray, padding: float | None) -> np.ndarray:
     """An input with these positions along each of its axes; ``padding``: what a mask holds at those that are new."""
     size = array.shape[axes[-1]]
     for axis in axes:

@@ -24,14 +24,14 @@ class PaddedBatch:
 
     Attributes:
         mask: the tensor of the key padding mask.
-        is_inverted: whether padding is what is not zero.
+        number: elements of the mask with this number are padding.
         dimensions: the names of the dimension that counts positions; empty: their number cannot grow.
         axes: of each input of the model, the axes that are as long as that.
         is_quantized: whether nodes quantize these rows with one scale, which padding counts in.
     """
 
     mask: str
-    is_inverted: bool
+    number: float
     dimensions: frozenset[str]
     axes: Mapping[str, tuple[int, ...]]
     is_quantized: bool
@@ -40,14 +40,14 @@ class PaddedBatch:
         """Which positions [B, S] are padding in a run; None where that is not known."""
         mask = feed.get(self.mask)
         if mask is not None and mask.ndim > 1 and mask.size == len(mask) * mask.shape[-1]:
-            return np.asarray((mask.reshape(len(mask), -1) != 0) == self.is_inverted)
+            return np.asarray(mask.reshape(len(mask), -1) == self.number)
         return inputs.padded_queries(case, feed)
 
 
-def find_padding_value(batch: PaddedBatch, maker: InputMaker, name: str) -> int | None:
-    """What an input of the model holds at padding of a batch, 0 or 1; None: it is no mask."""
+def find_padding_value(batch: PaddedBatch, maker: InputMaker, name: str) -> float | None:
+    """What an input of the model holds at padding of a batch; None: it is no mask."""
     if name == batch.mask:
-        return int(batch.is_inverted)
+        return batch.number
     if name not in maker.pads | set(maker.switches):
         return None
     return int(name in maker.forbidding or maker.switches.get(name, False))
