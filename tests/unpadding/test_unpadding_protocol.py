@@ -23,7 +23,7 @@ from stof.options import Options
 from stof.plan import Plan, load, parse
 from stof.report import Report
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.terms import ONE
+from stof.symbolic.algebra.terms import integer
 from stof.unpadding import emit
 from stof.unpadding.pad_masks import PadMask
 from stof.unpadding.padded_copies import find_uncopied
@@ -314,7 +314,7 @@ def test_targets_without_packed_sequences_leave_the_padding(path: Path, target: 
 
 def test_what_padded_copies_do_not_compute_stays_padded_on_cuda() -> None:
     padded = {"mask": "pad[b, k]", "empty_rows": "all", "operands": "pad bias"}
-    region = UnpaddedRegion(PadMask("mask"), (ONE, ONE), "ids", {}, frozenset({1}), frozenset({2}))
+    region = UnpaddedRegion(PadMask("mask"), (integer(1), integer(1)), "ids", {}, frozenset({1}), frozenset({2}))
     for changed, reason in (
         ({}, ""),
         ({"mask": "abs(q - k) <= 8 and pad[b, k]"}, "has a bias"),
