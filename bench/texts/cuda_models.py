@@ -66,7 +66,7 @@ def write_cuda_files(
         TRANSFORMERS: lambda path: _optimize_by_transformers(model, fp32, path),
         PACKED: lambda path: _pack(files.paths[TRANSFORMERS], path),
         PADDED: lambda path: optimize_texts(exported, path, _options("off", shapes, capability)),
-        UNPADDED: lambda path: optimize_texts(exported, path, _options("auto", shapes, capability)),
+        UNPADDED: lambda path: optimize_texts(exported, path, _options("on", shapes, capability)),
     }
     needed = {TRANSFORMERS} if PACKED in kinds else set()
     make_kinds(files, makers, {*kinds, *needed}, folder / "float16")

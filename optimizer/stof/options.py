@@ -108,7 +108,8 @@ class Options:
         chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is
             estimated.
         unpad: "on", "off" or "auto": whether rows of padding are left out of what computes each token by itself; "auto": where
-            no output depends on them; "on": they become 0 in outputs that have rows for all positions.
+            no output depends on them, for CUDA only with ``unpad_capacity``; "on": they become 0 in outputs that have rows for
+            all positions.
         unpad_capacity: the number of tokens that there is room for in every run, so that no shape depends on padding, as a
             captured CUDA graph needs it; 0: as much as a run has.
         products: matmuls may become StofGemm.

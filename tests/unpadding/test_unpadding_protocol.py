@@ -303,13 +303,21 @@ def test_a_model_without_padding_says_nothing(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt"])
 def test_targets_without_packed_sequences_leave_the_padding(path: Path, target: str) -> None:
-    try:
-        result, report = optimize(path, target=target, capability=90)
-    except StofError as error:
-        pytest.skip(str(error))
-    assert are_unpadded(result) == [target == "cuda"] * len(list(attentions(result)))
-    if target == "tensorrt":
-        assert all(target in r.reason.lower() for r in rows_of(report))
+    for unpad in ("auto", "on"):
+        try:
+            result, report = optimize(path, target=target, capability=90, unpad=unpad)
+        except StofError as error:
+            pytest.skip(str(error))
+        is_unpadded = target == "cuda" and unpad == "on"
+        assert are_unpadded(result) == [is_unpadded] * len(list(attentions(result)))
+        assert all(r.replaced == is_unpadded for r in rows_of(report))
+        assert is_unpadded or all(target in r.reason.lower() for r in rows_of(report))
+
+
+def test_a_capacity_asks_for_no_padding_on_cuda(path: Path) -> None:
+    result, report = optimize(path, target="cuda", capability=90, unpad_capacity=40)
+    assert all(are_unpadded(result))
+    assert all(r.replaced and r.capacity == 40 for r in rows_of(report))
 
 
 def test_what_padded_copies_do_not_compute_stays_padded_on_cuda() -> None:

@@ -119,7 +119,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
             if not job.target.packs_sequences:
                 reason = f"the kernels for {job.target.name} take padded sequences"
             elif job.target.copies_sequences and region is not None and model is not None:
-                reason = reason or find_uncopied(model.graph, region)
+                reason = reason or find_uncopied(model.graph, region) or _find_loss(job)
             reason = self.choice(job).reason_kept(candidate, reason)
             row = UnpadReport(candidate.name, candidate.index, False, reason, of_attentions=result.attentions)
             if reason or region is None or model is None or described.symbolic is None:
@@ -178,6 +178,13 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
 
     def empty_section(self) -> UnpadSection:
         return UnpadSection()
+
+
+def _find_loss(job: Job) -> str:
+    """Why padding stays where nobody asked for it to go: the nodes around regions cost a GPU more than it saves small batches."""
+    if job.options.unpad == "on" or job.options.unpad_capacity or job.plan is not None:
+        return ""
+    return f"small batches are slower without it on {job.target.name}: see --unpad on and --unpad-capacity"
 
 
 def _is_left_out(job: Job) -> bool:
