@@ -281,7 +281,7 @@ def test_a_record_has_times_shares_and_ratios(measured: Record) -> None:
 def test_a_record_as_text_and_in_the_tables(measured: Record, tmp_path: Path) -> None:
     text = describe_record(measured)
     assert text[0].endswith("; A GPU")
-    own = next(line for line in text if line.startswith("  stof, --unpad auto"))
+    own = next(line for line in text if line.startswith("  stof, --unpad on"))
     share = f"{measured['peers']['stof']['kernel_share']:.0%}"
     assert f"kernels {share} of the time" in own
     assert f"stof captured {measured['ratio_captured']['stof']:.2f}x" in own

@@ -23,10 +23,7 @@ from stof.options import Options
 from stof.plan import Plan, load, parse
 from stof.report import Report
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.terms import integer
 from stof.unpadding import emit
-from stof.unpadding.pad_masks import PadMask
-from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.plan_entry import UnpadPlan
 from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.report import KEY
@@ -312,6 +309,12 @@ def test_targets_without_packed_sequences_leave_the_padding(path: Path, target: 
         assert are_unpadded(result) == [is_unpadded] * len(list(attentions(result)))
         assert all(r.replaced == is_unpadded for r in rows_of(report))
         assert is_unpadded or all(target in r.reason.lower() for r in rows_of(report))
+
+
+def test_a_capacity_asks_for_no_padding_on_cuda(path: Path) -> None:
+    result, report = optimize(path, target="cuda", capability=90, unpad_capacity=40)
+    assert all(are_unpadded(result))
+    assert all(r.replaced and r.capacity == 40 for r in rows_of(report))
 
 
 def test_a_capacity_asks_for_no_padding_on_cuda(path: Path) -> None:
