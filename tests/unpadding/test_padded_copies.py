@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+from onnx import helper
+
+from stof.symbolic.algebra.terms import integer
+from stof.unpadding.pad_masks import PadMask
+from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.region import UnpaddedRegion
 
 
