@@ -93,9 +93,10 @@ void AttentionPlan::PlanRelativeTables() {
     packed->rows = RoundUp(table.index.last_row + 1 - packed->first, kPanel);
     packed->ld = packed->is_value ? RoundUp(args_.shape.Dv, kPanel) : args_.shape.D;
     packed->stride_h = (packed->rows + (packed->is_panels || packed->is_value ? 0 : kStrip)) * packed->ld;
-    // All panels, or those that the strips of a key tile name at a time.
-    const int64_t panels = packed->rows / kPanel;
-    const int64_t most = panels <= kMostRingPanels ? panels : IsNeighbourly(table) ? problem_.n / kPanel + 3 : kMostRingPanels;
+    // All panels where pairs of several key tiles name them, else those of one key tile. Capacities are powers of two.
+    const int64_t panels = packed->rows / kPanel, at_once = problem_.n / kPanel + 3;
+    const bool is_met_once = IsNeighbourly(table) && (table.index.is_linear || panels > kMostRingPanels);
+    const int64_t most = std::min(panels, is_met_once ? at_once : kMostRingPanels);
     for (packed->capacity = 1; packed->capacity < most;) packed->capacity *= 2;
   };
   relative_.key[0].is_panels = relative_.key[1].is_panels = true;

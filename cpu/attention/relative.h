@@ -229,30 +229,45 @@ void AttentionWorker<kInPlace>::RowProducts(int64_t row, int count, int keys, co
   }
 }
 
+// Lane l of the result: lane l of row (l / unit) % 4 of the four.
+template <int kUnit, typename Row>
+inline V PickLanes(const Row& row) {
+  // Bit l of mask j: whether lane l is of row j.
+  constexpr auto kMask = [](int j) {
+    uint32_t bits = 0;
+    for (int l = 0; l < kWidth; ++l) bits |= (l / kUnit % 4 == j ? 1u : 0u) << l;
+    return bits;
+  };
+  constexpr uint32_t kMasks[] = {kMask(1), kMask(2), kMask(3)};
+  V x = row(0);
+  if constexpr (kMasks[0] != 0) x = Simd::Where(kMasks[0], row(1), x);
+  if constexpr (kMasks[1] != 0) x = Simd::Where(kMasks[1], row(2), x);
+  if constexpr (kMasks[2] != 0) x = Simd::Where(kMasks[2], row(3), x);
+  return x;
+}
+
+// A query reads the diagonal of the products: those of key c with the row of distance c - r. Four lanes of it are
+// gathered for each distance first, then four of these: six blends for 16 keys.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
                                                     float* to) const {
   const RelativeRows& index = problem_.relative->query.table->index;
-  // Of the first key of the block and the first query.
+  // Of the least distance: the first key of the block and the last query.
   const int32_t* const named =
-      index.row + (key_position_ + key0 - index.QueryPart(query_position_ + row0_) - index.low);
-  const int64_t low = named[1 - last], high = named[keys - 1 - first];
+      index.row + (key_position_ + key0 - index.QueryPart(query_position_ + row0_) - index.low) - (last - 1);
+  const int count = keys + last - first - 1;
+  const int64_t low = named[0], high = named[count - 1];
   RowProducts(low, static_cast<int>(high - low) + 1, keys, packed, scratch_.key_products);
-  for (int r = first; r < last; ++r) {
-    for (int c = 0; c < keys; c += kWidth) {
-      const int32_t* const at = named + c - r;
-      const float* from = scratch_.key_products + (at[0] - low) * kKeyBlock + c;
-      V x = Simd::Load(from);
-      if (at[kWidth - 1] - at[0] == kWidth - 1) {
-#pragma GCC unroll 16
-        for (int l = 1; l < kWidth; ++l) x = Simd::Where(1u << l, Simd::Load(from + l * kKeyBlock), x);
-      } else {
-        for (int32_t row = at[0] + 1; row <= at[kWidth - 1]; ++row) {
-          from += kKeyBlock;
-          x = Simd::WhereIs(at, row, Simd::Load(from), x);
-        }
-      }
-      Simd::Store(to + r * problem_.n + c, x);
+  for (int c = 0; c < keys; c += kWidth) {
+    const float* const products = scratch_.key_products + c;
+    float* const diagonals = scratch_.key_diagonals + c;
+    for (int d = c; d + 4 <= c + last - first + kWidth - 1; ++d) {
+      Simd::Store(diagonals + d * kKeyBlock,
+                  PickLanes<1>([&](int j) { return Simd::Load(products + (named[d + j] - low) * kKeyBlock); }));
+    }
+    for (int r = first; r < last; ++r) {
+      const float* const from = diagonals + (c + last - 1 - r) * kKeyBlock;
+      Simd::Store(to + r * problem_.n + c, PickLanes<4>([&](int j) { return Simd::Load(from + 4 * j * kKeyBlock); }));
     }
   }
 }

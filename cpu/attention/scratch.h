@@ -84,6 +84,7 @@ struct Scratch {
   int32_t* panels_of[2] = {};  // [strips, capacity], the panels that slots hold, or -1
   float* key_terms = nullptr;  // [rows, n], products of keys that the queries of a row tile name
   float* key_products = nullptr;  // [rows of the table, kKeyBlock]
+  float* key_diagonals = nullptr;  // [distances, kKeyBlock]
   int32_t* key_tags = nullptr;    // [kKeyGroups]
   float* table_rows = nullptr;    // rows of a panel in fp32
   float* row_weights = nullptr;   // [rows, WeightStride], sums of the weights by the rows that they multiply
@@ -102,6 +103,7 @@ struct Scratch {
     }
     if (tables.query.table != nullptr) {
       key_terms = Take<float>(rows * problem.n);
+      key_diagonals = Take<float>((rows + kKeyBlock) * kKeyBlock);
       key_products = Take<float>(Max(kKeyGroups * kGroupRows, rows + kKeyBlock + kStrip) * kKeyBlock);
       key_tags = Take<int32_t>(kKeyGroups);
     }

@@ -93,12 +93,6 @@ struct Simd {
     for (int i = 0; i < kWidth; ++i) v[i] = from[at[i] - base];
     return v;
   }
-  // Lane i: at[i] == value ? a : b.
-  static V WhereIs(const int32_t* at, int32_t value, V a, V b) {
-    I lanes;
-    std::memcpy(&lanes, at, sizeof(lanes));
-    return lanes == value ? a : b;
-  }
   // The float whose bits are those of v shifted into the exponent.
   static V ShiftToExponent(V v) {
     I i;
