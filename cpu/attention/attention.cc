@@ -372,7 +372,10 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackTables);
   }
   // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.
-  Run(&job, items, std::clamp<int64_t>(items / (16 * int64_t{threads}), 1, 8), parallel, AttendTileRows);
+  int64_t step = std::clamp<int64_t>(items / (16 * int64_t{threads}), 1, 8);
+  const bool keeps_products = problem.relative != nullptr && problem.relative->query.keeps_products;
+  if (keeps_products && items / problem.tile_rows >= 2 * int64_t{threads}) step = problem.tile_rows;
+  Run(&job, items, step, parallel, AttendTileRows);
   return Status();
 }
 

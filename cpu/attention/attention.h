@@ -15,6 +15,7 @@ namespace cpu {
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
+constexpr int kKeyBlock = 32;      // keys whose products with a table of relative positions are computed at a time
 
 // The number of keys of a sequence. Later rows of a cache are not read.
 STOF_ALWAYS_INLINE int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
@@ -67,9 +68,14 @@ struct PackedTable {
   int64_t ld = 0, stride_h = 0;
   int64_t capacity = 0;  // of panels: the panels of a ring of products, a power of two
   float* data = nullptr;
-  float* further = nullptr;  // [heads, rows], the further column times scale; nullptr: none
+  float* further = nullptr;  // [heads, FurtherStride], the further column times scale; nullptr: none
 
-  int64_t FurtherStride() const { return table != nullptr && table->columns > ld ? rows : 0; }
+  // Products of all keys of a head, for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each worker.
+  bool keeps_products = false;
+
+  // Strips of rows may end behind the table.
+  int64_t KeptStride() const { return rows + kStrip; }
+  int64_t FurtherStride() const { return table != nullptr && table->columns > ld ? rows + kStrip : 0; }
   int64_t WeightStride() const { return rows + kPanel; }
 };
 
@@ -112,6 +118,10 @@ struct AttentionProblem {
   float* partial = nullptr;  // most_splits > 1: [B, H, S, most_splits, partial_stride], max, sum, output
   int64_t partial_stride = 0;
 };
+
+STOF_ALWAYS_INLINE int64_t CountKeyBlocks(const AttentionProblem& problem) {
+  return problem.key_tiles * problem.n / kKeyBlock;
+}
 
 struct AttentionKernels {
   size_t (*scratch_bytes)(const AttentionProblem& problem);         // of one worker, which gets it 64-byte aligned

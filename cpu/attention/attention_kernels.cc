@@ -15,6 +15,7 @@ size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, n
 void Prepare(const AttentionProblem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
+  if (scratch.kept_of != nullptr) *scratch.kept_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
   for (int64_t i = 0; i < problem.element_slots; ++i) scratch.elements_of[i] = -1;
 }

@@ -437,6 +437,7 @@ class AttentionWorker {
   __attribute__((noinline)) void AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const;
   __attribute__((noinline)) void AddAnyProducts(int term, const Strip& strip, float* s, int64_t key0) const;
   __attribute__((noinline)) void KeyProducts(int64_t key0, int keys, const float* packed) const;
+  const float* BlockProducts(int64_t first, int64_t last, int64_t key0, int keys, const float* packed) const;
   void RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const;
   __attribute__((noinline)) void DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
                                                      float* to) const;

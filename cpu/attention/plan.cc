@@ -34,6 +34,8 @@ constexpr int64_t kElementBytes = 2 << 20;
 constexpr int64_t kSampledRows = 64;
 // Panels of products of queries and a table of relative positions that a strip keeps: all of up to 1024 rows.
 constexpr int64_t kMostRingPanels = 64;
+// Bytes of the products of keys that a worker keeps for the other tile rows of a head: half an L2.
+constexpr int64_t kKeptBytes = (1 << 20) + (64 << 10);
 // Bytes of the partial results of split-KV rows.
 constexpr int64_t kPartialBytes = 64 << 20;
 
@@ -105,6 +107,11 @@ void AttentionPlan::PlanRelativeTables() {
   plan(scores.relative_key[1], &relative_.key[1]);
   plan(scores.relative_query, &relative_.query);
   plan(args_.relative_value, &relative_.value);
+  PackedTable& query = relative_.query;
+  if (query.table != nullptr && IsNeighbourly(*query.table) && !query.table->index.is_linear) {
+    const int64_t bytes = CountKeyBlocks(problem_) * query.KeptStride() * kKeyBlock * 4;
+    query.keeps_products = bytes <= kKeptBytes && args_.shape.S > problem_.m;
+  }
   problem_.relative = &relative_;
 }
 

@@ -28,7 +28,7 @@ inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& p
   const int64_t size = packed.is_value ? problem.args->shape.Dv : problem.args->shape.D;
   const float scale = problem.args->scores.scale;
   if (packed.further != nullptr) {
-    float* const to = packed.further + head * packed.rows + panel * kPanel;
+    float* const to = packed.further + head * packed.FurtherStride() + panel * kPanel;
     for (int64_t j = 0; j < kPanel; ++j) {
       to[j] = j < count ? scale * ToFloat(TableRow(table, head, first + j), table.dtype, size) : 0.0f;
     }
@@ -57,6 +57,10 @@ void AttentionWorker<kInPlace>::BeginRelative() {
   for (int term = 0; term < 2; ++term) {
     for (int64_t i = 0; i < strips * relative.key[term].capacity; ++i) scratch_.panels_of[term][i] = -1;
   }
+  const int64_t head = b_ * args_.shape.H + h_;
+  if (!relative.query.keeps_products || *scratch_.kept_of == head) return;
+  *scratch_.kept_of = head;
+  for (int64_t i = 0; i < 2 * CountKeyBlocks(problem_); ++i) scratch_.kept_rows[i] = 0;
 }
 
 // Scores of up to six rows with `panels` panels, as many as a block has at most.
@@ -100,7 +104,7 @@ void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64
     float* const to = ring + slot * kPanel;
     PanelScores(rows, scratch_.q + row * scratch_.ldq, scratch_.ldq,
                 table.data + head * table.stride_h + at * args_.shape.D, count, kNoStart, to, ld);
-    const float* const further = table.further == nullptr ? nullptr : table.further + head * table.rows + at;
+    const float* const further = table.further == nullptr ? nullptr : table.further + head * table.FurtherStride() + at;
     for (int r = 0; r < Min(kStrip, rows); ++r) {
       for (int c = 0; c < count * kPanel && further != nullptr; c += kWidth) {
         Simd::Store(to + r * ld + c, Simd::Add(Simd::Load(to + r * ld + c), Simd::Load(further + c)));
@@ -129,11 +133,16 @@ void AttentionWorker<kInPlace>::AddDistanceProducts(int term, const Strip& strip
     for (int r = 0; r < rows; ++r) {
       const float* const ring = scratch_.products[term] + (strip.row + r) * ld;
       float* const to = s + r * problem_.n;
+      if (index.is_linear) {
+        for (int c = first; c < last; c += kWidth) {
+          const float* const from = ring + (named[c - r] & mask);
+          Simd::Store(to + c, Simd::Add(Simd::Load(to + c), Simd::Load(from)));
+        }
+        continue;
+      }
       for (int c = first; c < last; c += kWidth) {
         const int32_t* const at = named + c - r;
-        const float* const from = ring + (at[0] & mask);
-        const V x = at[kWidth - 1] - at[0] == kWidth - 1 ? Simd::Load(from) : Simd::Pick(from, at, at[0]);
-        Simd::Store(to + c, Simd::Add(Simd::Load(to + c), x));
+        Simd::Store(to + c, Simd::Add(Simd::Load(to + c), Simd::Pick(ring + (at[0] & mask), at, at[0])));
       }
     }
   }
@@ -211,22 +220,44 @@ void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float*
   }
 }
 
-// Products of rows [row, row + count) of the table and a block of packed keys.
+// Products of rows [row, row + count) of the table and a block of packed keys. Also writes the rest of the last strip.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const {
   const PackedTable& table = problem_.relative->query;
   const int64_t head = table.heads == 1 ? 0 : h_, at = row - table.first;
   const float* const rows = table.data + head * table.stride_h + at * table.ld;
-  const float* const further = table.further == nullptr ? nullptr : table.further + head * table.rows + at;
+  const float* const further = table.further == nullptr ? nullptr : table.further + head * table.FurtherStride() + at;
   for (int r = 0; r < count; r += kStrip) {
     float start[kStrip] = {};
-    for (int i = 0; i < kStrip && further != nullptr; ++i) start[i] = r + i < count ? further[r + i] : 0.0f;
+    for (int i = 0; i < kStrip && further != nullptr; ++i) start[i] = further[r + i];
     for (int p = 0; p < keys / kPanel; p += kBlockPanels) {
       PanelScores(count - r, rows + r * table.ld, table.ld, packed + p * args_.shape.D * kPanel,
                   static_cast<int>(Min(kBlockPanels, keys / kPanel - p)), start, to + r * kKeyBlock + p * kPanel,
                   kKeyBlock);
     }
   }
+}
+
+// Products of rows [first, last) and a block of keys, those of row `first` in front. Kept ones are extended.
+template <bool kInPlace>
+inline const float* AttentionWorker<kInPlace>::BlockProducts(int64_t first, int64_t last, int64_t key0, int keys,
+                                                             const float* packed) const {
+  const PackedTable& table = problem_.relative->query;
+  if (!table.keeps_products) {
+    RowProducts(first, static_cast<int>(last - first), keys, packed, scratch_.key_products);
+    return scratch_.key_products;
+  }
+  const int64_t block = key0 / kKeyBlock;
+  float* const kept = scratch_.key_products + (block * table.KeptStride() - table.first) * kKeyBlock;
+  int32_t* const range = scratch_.kept_rows + 2 * block;
+  const auto extend = [&](int64_t begin, int64_t end) {
+    if (begin < end) RowProducts(begin, static_cast<int>(end - begin), keys, packed, kept + begin * kKeyBlock);
+  };
+  if (range[0] == range[1]) range[0] = range[1] = static_cast<int32_t>(first);
+  extend(first, range[0]);
+  extend(range[1], last);
+  range[0] = static_cast<int32_t>(Min(range[0], first)), range[1] = static_cast<int32_t>(Max(range[1], last));
+  return kept + first * kKeyBlock;
 }
 
 // Lane l of the result: lane l of row (l / unit) % 4 of the four.
@@ -257,9 +288,9 @@ void AttentionWorker<kInPlace>::DistanceKeyProducts(int first, int last, int64_t
       index.row + (key_position_ + key0 - index.QueryPart(query_position_ + row0_) - index.low) - (last - 1);
   const int count = keys + last - first - 1;
   const int64_t low = named[0], high = named[count - 1];
-  RowProducts(low, static_cast<int>(high - low) + 1, keys, packed, scratch_.key_products);
+  const float* const block = BlockProducts(low, high + 1, key0, keys, packed);
   for (int c = 0; c < keys; c += kWidth) {
-    const float* const products = scratch_.key_products + c;
+    const float* const products = block + c;
     float* const diagonals = scratch_.key_diagonals + c;
     for (int d = c; d + 4 <= c + last - first + kWidth - 1; ++d) {
       Simd::Store(diagonals + d * kKeyBlock,

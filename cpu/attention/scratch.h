@@ -22,9 +22,8 @@ constexpr int kStripsPerPass = 4;
 // Query rows that share a pass over the keys of a tile where these are read in place.
 constexpr int kInPlaceStrip = 4;
 
-// The products of keys with a table of relative positions: so many keys at a time, and so many groups of rows of the
-// table where rows are named in any order.
-constexpr int kKeyBlock = 32, kGroupRows = 4, kKeyGroups = 64;
+// Groups of rows of a table of relative positions whose products with keys are kept where rows are named in any order.
+constexpr int kGroupRows = 4, kKeyGroups = 64;
 
 // The memory of one worker.
 struct Scratch {
@@ -85,6 +84,8 @@ struct Scratch {
   float* key_terms = nullptr;  // [rows, n], products of keys that the queries of a row tile name
   float* key_products = nullptr;  // [rows of the table, kKeyBlock]
   float* key_diagonals = nullptr;  // [distances, kKeyBlock]
+  int32_t* kept_rows = nullptr;    // [key blocks, 2], the rows whose products are kept: from, to
+  int64_t* kept_of = nullptr;      // b * H + h of those
   int32_t* key_tags = nullptr;    // [kKeyGroups]
   float* table_rows = nullptr;    // rows of a panel in fp32
   float* row_weights = nullptr;   // [rows, WeightStride], sums of the weights by the rows that they multiply
@@ -104,7 +105,11 @@ struct Scratch {
     if (tables.query.table != nullptr) {
       key_terms = Take<float>(rows * problem.n);
       key_diagonals = Take<float>((rows + kKeyBlock) * kKeyBlock);
-      key_products = Take<float>(Max(kKeyGroups * kGroupRows, rows + kKeyBlock + kStrip) * kKeyBlock);
+      const int64_t some = Max(kKeyGroups * kGroupRows, rows + kKeyBlock + kStrip);
+      const int64_t blocks = tables.query.keeps_products ? CountKeyBlocks(problem) : 0;
+      key_products = Take<float>(Max(some, blocks * tables.query.KeptStride()) * kKeyBlock);
+      kept_rows = Take<int32_t>(2 * blocks);
+      kept_of = Take<int64_t>(1);
       key_tags = Take<int32_t>(kKeyGroups);
     }
     if (tables.value.table != nullptr) row_weights = Take<float>(rows * tables.value.WeightStride());
