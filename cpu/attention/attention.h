@@ -15,7 +15,7 @@ namespace cpu {
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
-constexpr int kKeyBlock = 32;      // keys whose products with a table of relative positions are computed at a time
+constexpr int kKeyBlock = 64;      // keys whose products with a table of relative positions are computed at a time
 
 // The number of keys of a sequence. Later rows of a cache are not read.
 STOF_ALWAYS_INLINE int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
@@ -70,7 +70,7 @@ struct PackedTable {
   float* data = nullptr;
   float* further = nullptr;  // [heads, FurtherStride], the further column times scale; nullptr: none
 
-  // Products of all keys of a head, for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each worker.
+  // The products of all keys of a head are kept for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each worker.
   bool keeps_products = false;
 
   // Strips of rows may end behind the table.
@@ -120,7 +120,7 @@ struct AttentionProblem {
 };
 
 STOF_ALWAYS_INLINE int64_t CountKeyBlocks(const AttentionProblem& problem) {
-  return problem.key_tiles * problem.n / kKeyBlock;
+  return problem.key_tiles * ((problem.n + kKeyBlock - 1) / kKeyBlock);
 }
 
 struct AttentionKernels {

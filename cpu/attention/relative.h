@@ -44,8 +44,13 @@ inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& p
   if (packed.is_panels) return PackPanel(from, stride, count, size, to + panel * kPanel * size);
   to += panel * kPanel * packed.ld;
   const float factor = packed.is_value ? 1.0f : scale;
+  const V vector = Simd::Set1(factor);
   for (int64_t j = 0; j < kPanel; ++j, to += packed.ld) {
-    for (int64_t d = 0; d < packed.ld; ++d) to[d] = j < count && d < size ? factor * from[j * stride + d] : 0.0f;
+    int64_t d = 0;
+    for (; j < count && d + kWidth <= size; d += kWidth) {
+      Simd::Store(to + d, Simd::Mul(vector, Simd::Load(from + j * stride + d)));
+    }
+    for (; d < packed.ld; ++d) to[d] = j < count && d < size ? factor * from[j * stride + d] : 0.0f;
   }
 }
 
@@ -247,7 +252,8 @@ inline const float* AttentionWorker<kInPlace>::BlockProducts(int64_t first, int6
     RowProducts(first, static_cast<int>(last - first), keys, packed, scratch_.key_products);
     return scratch_.key_products;
   }
-  const int64_t block = key0 / kKeyBlock;
+  // Blocks begin with each tile.
+  const int64_t n = problem_.n, block = key0 / n * ((n + kKeyBlock - 1) / kKeyBlock) + key0 % n / kKeyBlock;
   float* const kept = scratch_.key_products + (block * table.KeptStride() - table.first) * kKeyBlock;
   int32_t* const range = scratch_.kept_rows + 2 * block;
   const auto extend = [&](int64_t begin, int64_t end) {
@@ -291,14 +297,15 @@ void AttentionWorker<kInPlace>::DistanceKeyProducts(int first, int last, int64_t
   const float* const block = BlockProducts(low, high + 1, key0, keys, packed);
   for (int c = 0; c < keys; c += kWidth) {
     const float* const products = block + c;
-    float* const diagonals = scratch_.key_diagonals + c;
-    for (int d = c; d + 4 <= c + last - first + kWidth - 1; ++d) {
-      Simd::Store(diagonals + d * kKeyBlock,
-                  PickLanes<1>([&](int j) { return Simd::Load(products + (named[d + j] - low) * kKeyBlock); }));
+    float* const diagonals = scratch_.key_diagonals;  // of the least distance of these keys on
+    for (int d = 0; d + 4 <= last - first + kWidth - 1; ++d) {
+      const int32_t* const at = named + c + d;
+      Simd::Store(diagonals + d * kWidth,
+                  PickLanes<1>([&](int j) { return Simd::Load(products + (at[j] - low) * kKeyBlock); }));
     }
     for (int r = first; r < last; ++r) {
-      const float* const from = diagonals + (c + last - 1 - r) * kKeyBlock;
-      Simd::Store(to + r * problem_.n + c, PickLanes<4>([&](int j) { return Simd::Load(from + 4 * j * kKeyBlock); }));
+      const float* const from = diagonals + (last - 1 - r) * kWidth;
+      Simd::Store(to + r * problem_.n + c, PickLanes<4>([&](int j) { return Simd::Load(from + 4 * j * kWidth); }));
     }
   }
 }

@@ -83,7 +83,7 @@ struct Scratch {
   int32_t* panels_of[2] = {};  // [strips, capacity], the panels that slots hold, or -1
   float* key_terms = nullptr;  // [rows, n], products of keys that the queries of a row tile name
   float* key_products = nullptr;  // [rows of the table, kKeyBlock]
-  float* key_diagonals = nullptr;  // [distances, kKeyBlock]
+  float* key_diagonals = nullptr;  // [distances, kWidth]
   int32_t* kept_rows = nullptr;    // [key blocks, 2], the rows whose products are kept: from, to
   int64_t* kept_of = nullptr;      // b * H + h of those
   int32_t* key_tags = nullptr;    // [kKeyGroups]
@@ -104,7 +104,7 @@ struct Scratch {
     }
     if (tables.query.table != nullptr) {
       key_terms = Take<float>(rows * problem.n);
-      key_diagonals = Take<float>((rows + kKeyBlock) * kKeyBlock);
+      key_diagonals = Take<float>((rows + kKeyBlock) * kWidth);
       const int64_t some = Max(kKeyGroups * kGroupRows, rows + kKeyBlock + kStrip);
       const int64_t blocks = tables.query.keeps_products ? CountKeyBlocks(problem) : 0;
       key_products = Take<float>(Max(some, blocks * tables.query.KeptStride()) * kKeyBlock);
