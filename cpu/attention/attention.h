@@ -70,7 +70,8 @@ struct PackedTable {
   float* data = nullptr;
   float* further = nullptr;  // [heads, FurtherStride], the further column times scale; nullptr: none
 
-  // The products of all keys of a head are kept for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each worker.
+  // The products of all keys of a head are kept for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each
+  // worker.
   bool keeps_products = false;
 
   // Strips of rows may end behind the table.
@@ -114,7 +115,7 @@ struct AttentionProblem {
   const char* column_keys = nullptr;
   const char* column_values = nullptr;
   const RelativeTables* relative = nullptr;  // nullptr: none; never with few queries
-  int64_t most_splits = 1;   // few queries: of a KV head
+  int64_t most_splits = 1;                   // few queries: of a KV head
   float* partial = nullptr;  // most_splits > 1: [B, H, S, most_splits, partial_stride], max, sum, output
   int64_t partial_stride = 0;
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points of attention for one instruction set.
 #include "cpu/attention/attention_worker.h"
+#include "cpu/attention/output.h"
 #include "cpu/attention/relative.h"
 #include "cpu/attention/scores.h"
 #include "cpu/attention/weights.h"

@@ -40,9 +40,7 @@ constexpr int64_t kKeptBytes = (1 << 20) + (64 << 10);
 constexpr int64_t kPartialBytes = 64 << 20;
 
 // Whether neighbouring keys name neighbouring rows.
-bool IsNeighbourly(const RelativeTable& table) {
-  return table.index.is_stepwise && table.index.key_part == nullptr;
-}
+bool IsNeighbourly(const RelativeTable& table) { return table.index.is_stepwise && table.index.key_part == nullptr; }
 
 }  // namespace
 

@@ -176,8 +176,7 @@ void AttentionWorker<kInPlace>::AddAnyProducts(int term, const Strip& strip, flo
       for (const int32_t one : part) span = one - least > span ? one - least : span;
       const bool is_vector = index.is_linear && span < kWidth;
       for (int r = 0; r < rows; ++r) {
-        const int32_t* const named =
-            index.row - index.low - index.QueryPart(query_position_ + row0_ + strip.row + r);
+        const int32_t* const named = index.row - index.low - index.QueryPart(query_position_ + row0_ + strip.row + r);
         const float* const ring = scratch_.products[term] + (strip.row + r) * ld;
         float* const to = s + r * problem_.n + c;
         if (is_vector) {

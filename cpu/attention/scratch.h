@@ -79,16 +79,16 @@ struct Scratch {
   uint32_t* elements;
   KeyTileRun* runs;  // of the rows that are attended
   // Of tables of relative positions.
-  float* products[2] = {};     // products of queries: [rows, RingStride]
-  int32_t* panels_of[2] = {};  // [strips, capacity], the panels that slots hold, or -1
-  float* key_terms = nullptr;  // [rows, n], products of keys that the queries of a row tile name
-  float* key_products = nullptr;  // [rows of the table, kKeyBlock]
+  float* products[2] = {};         // products of queries: [rows, RingStride]
+  int32_t* panels_of[2] = {};      // [strips, capacity], the panels that slots hold, or -1
+  float* key_terms = nullptr;      // [rows, n], products of keys that the queries of a row tile name
+  float* key_products = nullptr;   // [rows of the table, kKeyBlock]
   float* key_diagonals = nullptr;  // [distances, kWidth]
   int32_t* kept_rows = nullptr;    // [key blocks, 2], the rows whose products are kept: from, to
   int64_t* kept_of = nullptr;      // b * H + h of those
-  int32_t* key_tags = nullptr;    // [kKeyGroups]
-  float* table_rows = nullptr;    // rows of a panel in fp32
-  float* row_weights = nullptr;   // [rows, WeightStride], sums of the weights by the rows that they multiply
+  int32_t* key_tags = nullptr;     // [kKeyGroups]
+  float* table_rows = nullptr;     // rows of a panel in fp32
+  float* row_weights = nullptr;    // [rows, WeightStride], sums of the weights by the rows that they multiply
   bool copy_values, copy_keys, has_runs;
   size_t size;
 

@@ -205,9 +205,8 @@ std::vector<int32_t> Buckets(int64_t T, int64_t rows) {
   const int64_t middle = rows / 4;
   for (int64_t d = 1 - T; d < T; ++d) {
     const auto far = static_cast<double>(std::abs(d)), exact = static_cast<double>(middle);
-    const double bucket = std::abs(d) <= middle
-                              ? far
-                              : std::ceil(std::log(far / exact) / std::log(511 / exact) * (exact - 1)) + exact;
+    const double bucket =
+        std::abs(d) <= middle ? far : std::ceil(std::log(far / exact) / std::log(511 / exact) * (exact - 1)) + exact;
     table.push_back(static_cast<int32_t>((d < 0 ? -bucket : bucket) + static_cast<double>(rows / 2)));
   }
   return table;

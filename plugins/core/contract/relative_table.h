@@ -13,7 +13,8 @@ namespace stof {
 // Which row of a table a pair names: that of query i and key j is row[key_part(j) - query_part(i) - low]. Positions of
 // packed sequences are those of the padded problem.
 struct RelativeRows {
-  static constexpr int64_t kMargin = 32;  // entries in front of `row` and behind it, which repeat the first and the last
+  static constexpr int64_t kMargin =
+      32;  // entries in front of `row` and behind it, which repeat the first and the last
 
   const int32_t* key_part = nullptr;    // [T + kMargin]; nullptr: j
   const int32_t* query_part = nullptr;  // [S]; nullptr: query_position + i

@@ -92,7 +92,8 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   const std::string& role = attributes_.operands[static_cast<size_t>(index - kTypedInputs)];
   if (role == "unused") return true;
   if (role == "pad") return IsPadType(dtype);
-  if (role == "bias" || role == "sink" || role == "relative_bias_factor" || IsRelativeRole(role)) return dtype == typed || dtype == DType::kF32;
+  if (role == "bias" || role == "sink" || role == "relative_bias_factor" || IsRelativeRole(role))
+    return dtype == typed || dtype == DType::kF32;
   if (role == "relative_bias") return dtype == DType::kF32;
   if (IsSequenceRole(role)) return dtype == DType::kI32;
   const bool integer = dtype == DType::kI32 || dtype == DType::kI64;

@@ -53,7 +53,7 @@ struct AttentionAttributes {
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
   SequenceRoles sequences;
   std::array<std::string, kRelativeRoleCount> relative_index;  // expressions of kRelativeRoles
-  bool lse = false;  // the second output is asked for
+  bool lse = false;                                            // the second output is asked for
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
 

@@ -58,8 +58,8 @@ Status BindRelativeTable(const std::string& role, const Tensor& table, const Att
   if (table.rank != 3 || (table.dims[0] != 1 && table.dims[0] != shape.H) || table.dims[1] < least_rows ||
       table.dims[1] > kind.most_rows ||
       (table.dims[2] != kind.size && !(kind.has_further_column && table.dims[2] == kind.size + 1))) {
-    const std::string columns = std::to_string(kind.size) +
-                                (kind.has_further_column ? " or " + std::to_string(kind.size + 1) : std::string());
+    const std::string columns =
+        std::to_string(kind.size) + (kind.has_further_column ? " or " + std::to_string(kind.size + 1) : std::string());
     return Status::Error(role + " has shape " + ShapeText(table) + ", expected [1 or " + std::to_string(shape.H) +
                          ", 1 to " + std::to_string(kind.most_rows) + ", " + columns + "]");
   }

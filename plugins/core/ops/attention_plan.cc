@@ -165,7 +165,8 @@ Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, boo
   if (args.shape.B * args.shape.H > kMostPreparedTables) return Status();
   args.output.data = reinterpret_cast<void*>(kSomewhere);
   size_t copies = 0;
-  if (problem.copies.given()) STOF_RETURN_IF_ERROR(PlanPaddedCopies(problem.is_pad_alone(), &problem.copies, &args, &pad, &copies));
+  if (problem.copies.given())
+    STOF_RETURN_IF_ERROR(PlanPaddedCopies(problem.is_pad_alone(), &problem.copies, &args, &pad, &copies));
   if (known && !attributes_.lse) problem.Split();
   RunContext context;
   context.on_cuda = true;

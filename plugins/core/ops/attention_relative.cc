@@ -58,12 +58,11 @@ Status ParseExpression(const std::string& role, const std::string& text, const T
   return Status();
 }
 
-// The least value and the span of some; false where that exceeds the limit.
-bool Measure(const std::vector<int64_t>& values, int64_t* least, uint64_t* span) {
+// The least of some values, and how far above it the largest is.
+void Measure(const std::vector<int64_t>& values, int64_t* least, uint64_t* span) {
   const auto [low, high] = std::minmax_element(values.begin(), values.end());
   *least = *low;
   *span = static_cast<uint64_t>(*high) - static_cast<uint64_t>(*low);
-  return *span < static_cast<uint64_t>(kMostDifferences);
 }
 
 std::vector<int32_t> Narrow(const std::vector<int64_t>& values, int64_t least, int64_t more) {
@@ -193,8 +192,10 @@ Status RelativeRowArrays::FillParts(const std::string& role, const SeparatedExpr
   separated.EvaluateParts(sizes_, &key_part, &query_part);
   int64_t least_key = 0, least_query = 0;
   uint64_t key_span = 0, query_span = 0;
-  if (!Measure(key_part, &least_key, &key_span) || !Measure(query_part, &least_query, &query_span) ||
-      key_span + query_span >= static_cast<uint64_t>(kMostDifferences)) {
+  Measure(key_part, &least_key, &key_span);
+  Measure(query_part, &least_query, &query_span);
+  constexpr auto kMost = static_cast<uint64_t>(kMostDifferences);
+  if (key_span >= kMost || query_span >= kMost || key_span + query_span >= kMost) {
     return Status::Error("relative_index of " + role + " has differences A(k) - C(q) that span " +
                          std::to_string(key_span + query_span + 1) + " values, expected at most 2^23");
   }

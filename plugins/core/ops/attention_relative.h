@@ -14,7 +14,7 @@
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/attention_args.h"
 #include "plugins/core/host/fork_guard.h"
-#include "plugins/core/mask/expr_separate.h"
+#include "plugins/core/relative/separated_expr.h"
 
 namespace stof {
 

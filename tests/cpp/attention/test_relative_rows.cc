@@ -61,12 +61,34 @@ TEST(IndexExpressionsAreIntegers) {
 
 TEST(RowsAreThoseOfTheExpression) {
   const ExprSizes sizes[] = {{1, 1, 1, 1, 0}, {1, 1, 5, 9, 4}, {1, 1, 23, 17, 0}, {1, 1, 1, 40, 39}};
-  for (const char* text :
-       {"k - q", "q - k + T - 1", "k - q + S + P - 1", "5", "T - S", "k", "q", "k // 3", "-q", "max(k, 4)", "q // 7 - k // 7 + 3",
-        "k % 5 - q % 5 + 4", "2 * k - 2 * q", "(k - q) * 3 + 1", "k * 3 - 3 * q", "abs(q - k)", "k - q + abs(k - q)",
-        "min(4, k - q) + max(-3, q - k)", "table0[max(0, min(7, q - k + 4))]", "(k - q) % 6", "k - q + k - q",
-        "table0[(q - k) % 8] - table0[max(0, min(7, k - q + 1))]", "q + k - 2 * q", "k - q - k + q", "abs(k) - q",
-        "table0[k % 8] - q + k", "(k - q + 3) // 2 + (q - k) // 5", "k - q - (k - q)"}) {
+  for (const char* text : {"k - q",
+                           "q - k + T - 1",
+                           "k - q + S + P - 1",
+                           "5",
+                           "T - S",
+                           "k",
+                           "q",
+                           "k // 3",
+                           "-q",
+                           "max(k, 4)",
+                           "q // 7 - k // 7 + 3",
+                           "k % 5 - q % 5 + 4",
+                           "2 * k - 2 * q",
+                           "(k - q) * 3 + 1",
+                           "k * 3 - 3 * q",
+                           "abs(q - k)",
+                           "k - q + abs(k - q)",
+                           "min(4, k - q) + max(-3, q - k)",
+                           "table0[max(0, min(7, q - k + 4))]",
+                           "(k - q) % 6",
+                           "k - q + k - q",
+                           "table0[(q - k) % 8] - table0[max(0, min(7, k - q + 1))]",
+                           "q + k - 2 * q",
+                           "k - q - k + q",
+                           "abs(k) - q",
+                           "table0[k % 8] - q + k",
+                           "(k - q + 3) // 2 + (q - k) // 5",
+                           "k - q - (k - q)"}) {
     for (const ExprSizes& size : sizes) {
       for (const int64_t count : {1, 3, 100}) {
         std::shared_ptr<const RelativeRowArrays> made;
@@ -82,8 +104,7 @@ TEST(RowsAreThoseOfTheExpression) {
           for (int64_t j = 0; j < size.T; ++j) {
             const int64_t row = RowOf(rows, i, j, count), q = size.P + i;
             if (row > 0 && row < count - 1) CHECK(IsValue(text, size, q, j, row));
-            const std::string clamped =
-                "max(0, min(" + std::to_string(count - 1) + ", " + std::string(text) + "))";
+            const std::string clamped = "max(0, min(" + std::to_string(count - 1) + ", " + std::string(text) + "))";
             CHECK(IsValue(clamped, size, q, j, row));
           }
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/mask/expr_separate.h"
+#include "plugins/core/relative/separated_expr.h"
 
 #include <algorithm>
 #include <array>
@@ -207,8 +207,7 @@ void SeparatedExpr::EvaluateParts(const ExprSizes& sizes, std::vector<int64_t>* 
   }
 }
 
-void SeparatedExpr::EvaluateRows(const ExprSizes& sizes, int64_t low, int64_t count,
-                                 std::vector<int64_t>* rows) const {
+void SeparatedExpr::EvaluateRows(const ExprSizes& sizes, int64_t low, int64_t count, std::vector<int64_t>* rows) const {
   const std::vector<int32_t> nodes = NodesOf({{expr_.root(), 1}}, true);
   std::vector<const Difference*> differences;
   for (const int32_t i : nodes) {

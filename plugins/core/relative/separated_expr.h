@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // An integer expression of a query and a key as a function of one difference.
-#ifndef STOF_PLUGINS_CORE_MASK_EXPR_SEPARATE_H_
-#define STOF_PLUGINS_CORE_MASK_EXPR_SEPARATE_H_
+#ifndef STOF_PLUGINS_CORE_RELATIVE_SEPARATED_EXPR_H_
+#define STOF_PLUGINS_CORE_RELATIVE_SEPARATED_EXPR_H_
 
 #include <cstdint>
 #include <map>
@@ -55,4 +55,4 @@ class SeparatedExpr {
 };
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_MASK_EXPR_SEPARATE_H_
+#endif  // STOF_PLUGINS_CORE_RELATIVE_SEPARATED_EXPR_H_
