@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel. It attends query rows of one head, or a few of several heads of a group, to the
-// key tiles that their mask keeps. scores.h and weights.h define its members for one tile.
+// key tiles that their mask keeps. scores.h, relative.h and weights.h define its members for one tile, output.h those
+// that write rows.
 #ifndef STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 #define STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 
@@ -20,6 +21,8 @@ template <bool kInPlace>
 class AttentionWorker {
   static constexpr int kRows = kInPlace ? kInPlaceStrip : kStrip;  // of a strip
   static constexpr int kStrips = kInPlace ? 1 : kStripsPerPass;
+  // Panels of packed keys whose scores a block of accumulators holds.
+  static constexpr int kBlockPanels = kVectors * kWidth > kPanel ? kVectors * kWidth / kPanel : 1;
 
  public:
   AttentionWorker(const AttentionProblem& problem, void* scratch)
@@ -49,6 +52,9 @@ class AttentionWorker {
     prefetch_.Clear();
     LoadQueries();
     Clear();
+    if constexpr (!kInPlace) {
+      if (problem_.relative != nullptr) BeginRelative();
+    }
   }
 
   // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
@@ -123,29 +129,7 @@ class AttentionWorker {
   }
 
   // Writes the rows; fully masked ones by the policy of empty_rows.
-  __attribute__((noinline)) void Finish() {
-    bool all = false;
-    for (int r = 0; r < rows_; ++r) {
-      const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
-      scratch_.empty[r] = sum == 0.0f;
-      if (args_.output.lse != nullptr) StoreLogSum(r, sum);
-      if (sum != 0.0f) {
-        WriteRow(r, 1.0f / (sum + SinkWeight(r)));
-      } else if (args_.mask.empty_rows == EmptyRows::kAll && key_end_ > 0) {
-        all = true;
-      } else {
-        WriteEmptyRow(r);
-      }
-    }
-    if (!all) return;
-    Clear();
-    AttendTiles(0, problem_.key_tiles, true);
-    for (int r = 0; r < rows_; ++r) {
-      if (!scratch_.empty[r]) continue;
-      const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
-      WriteRow(r, sum == 0.0f ? __builtin_nanf("") : 1.0f / sum);  // 0 where every bias is -inf, as the softmax of that
-    }
-  }
+  __attribute__((noinline)) void Finish();
 
   // Few queries: one row's maximum, sum and output, not divided.
   void StorePartial(int r, float* to) {
@@ -255,15 +239,7 @@ class AttentionWorker {
   }
 
   // Stores the log-sum-exp of a row, the sink included; -inf without keys and sink.
-  __attribute__((noinline)) void StoreLogSum(int r, float sum) const {
-    const float max = sum == 0.0f ? -kInf : scratch_.max[r];
-    const float sink =
-        args_.scores.sink.data == nullptr ? -kInf : ToFloat(args_.scores.sink.data, args_.scores.sink.dtype, HeadOf(r));
-    const float top = max > sink ? max : sink;  // the logarithm is small beside it, wherever the scores lie
-    float lse = top;
-    if (sum != 0.0f) lse += __builtin_logf(Simd::Fma(sum, ExpScalar(max - top), ExpScalar(sink - top)));
-    args_.output.lse[b_ * args_.output.lse_stride_b + HeadOf(r) * args_.output.lse_stride_h + row0_ + QueryOf(r)] = lse;
-  }
+  __attribute__((noinline)) void StoreLogSum(int r, float sum) const;
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
 
@@ -280,6 +256,17 @@ class AttentionWorker {
       scratch_.start[r] = 0.0f;
       Simd::Store(scratch_.sum + r * kWidth, zero);
       for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(scratch_.o + r * scratch_.ldo + d, zero);
+    }
+    if (!HasRowWeights()) return;
+    const int64_t size = PaddedRows() * problem_.relative->value.WeightStride();
+    for (int64_t i = 0; i < size; ++i) scratch_.row_weights[i] = 0.0f;
+  }
+  bool HasRowWeights() const {
+    return !kInPlace && problem_.relative != nullptr && problem_.relative->value.table != nullptr;
+  }
+  void FinishOutput() {
+    if constexpr (!kInPlace) {
+      for (int r = 0; r < rows_ && HasRowWeights(); ++r) AddRowValues(r, scratch_.o + r * scratch_.ldo);
     }
   }
 
@@ -324,6 +311,9 @@ class AttentionWorker {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
+    if constexpr (!kInPlace) {
+      if (problem_.relative != nullptr && problem_.relative->query.table != nullptr) KeyProducts(key0, keys, packed);
+    }
     const void* keys_in_place = key_rows.At(0);
     int64_t ldk = key_rows.stride;
     const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_.shape);
@@ -359,6 +349,9 @@ class AttentionWorker {
           }
           Adjust(strips[i], s, key0, keys);
           Softmax(strips[i], s);
+        }
+        if constexpr (!kInPlace) {
+          if (HasRowWeights()) AddRowWeights(strips[i], s, key0);
         }
         prefetch_.Fetch(lines_per_step_);
       }
@@ -404,6 +397,26 @@ class AttentionWorker {
   void AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const;
   void LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const;
 
+  // ---- cpu/attention/relative.h ----
+  static int64_t RingStride(const PackedTable& table) { return (table.capacity + 1) * kPanel; }
+  __attribute__((noinline)) void BeginRelative();
+  void PanelScores(int rows, const float* q, int64_t ldq, const float* keys, int panels, const float* start, float* s,
+                   int64_t lds) const;
+  __attribute__((noinline)) void FillRing(int term, int row, int64_t first, int64_t last) const;
+  __attribute__((noinline)) void AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void AddAnyProducts(int term, const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void KeyProducts(int64_t key0, int keys, const float* packed) const;
+  const float* BlockProducts(int64_t first, int64_t last, int64_t key0, int keys, const float* packed) const;
+  void RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const;
+  __attribute__((noinline)) void DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
+                                                     float* to) const;
+  __attribute__((noinline)) void AnyKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
+                                                float* to) const;
+  __attribute__((noinline)) void AddRelativeProducts(const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void AddRowWeights(const Strip& strip, const float* p, int64_t key0) const;
+  __attribute__((noinline)) void AddRowValues(int r, float* to) const;
+  __attribute__((noinline)) const float* AddMeanRowValues(int r) const;
+
   // ---- cpu/attention/weights.h ----
   __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
   template <bool kHasOffset>
@@ -416,49 +429,16 @@ class AttentionWorker {
   void AddBlock(int64_t left, const float* p, const Strip& strip, const Stored* v, int64_t ldv, float* o,
                 const char* ahead) const;
 
-  // ---- output ----
+  // ---- cpu/attention/output.h ----
   char* OutputRow(int r) const {
     return static_cast<char*>(args_.output.data) +
            item_size_ * (BeginOfQueries(args_, args_.output.stride, b_) + HeadOf(r) * args_.output.stride.h +
                          (row0_ + QueryOf(r)) * args_.output.stride.s);
   }
-  void WriteRow(int r, float factor) const {
-    const V scale = Simd::Set1(factor);
-    const bool plain = args_.shape.dtype == DType::kF32 && args_.shape.Dv % kPanel == 0;
-    float* to = plain ? reinterpret_cast<float*>(OutputRow(r)) : scratch_.row;
-    for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
-      Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
-    }
-    if (args_.kv.value_scale.data != nullptr) ScaleRow(args_.kv.value_scale, args_.shape.Dv, to);
-    if (!plain) FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
-  }
-  void WriteEmptyRow(int r) {
-    if (args_.mask.empty_rows == EmptyRows::kMean && key_end_ > 0) {
-      FindMean();
-      FromFloats(scratch_.mean, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
-      return;
-    }
-    const float value = args_.mask.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;
-    for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.row[d] = value;
-    FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
-  }
+  void WriteRow(int r, float factor) const;
+  void WriteEmptyRow(int r);
   // Its scratch is the output of row 0, which has been written by now or is itself empty.
-  void FindMean() {
-    if (*scratch_.mean_of == group_) return;
-    *scratch_.mean_of = group_;
-    const Rows rows = RowsOfHead(args_, values_, args_.value.stride.s, b_);
-    for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.mean[d] = 0.0f;
-    // In blocks, so that the rounding of a long sum stays near that of a short one.
-    for (int64_t first = 0; first < key_end_; first += 256) {
-      for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.o[d] = 0.0f;
-      for (int64_t k = first; k < Min(first + 256, key_end_); ++k) {
-        ToFloats(rows.At(k), args_.shape.dtype, args_.shape.Dv, scratch_.row);
-        for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.o[d] += scratch_.row[d];
-      }
-      for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.mean[d] += scratch_.o[d];
-    }
-    for (int64_t d = 0; d < args_.shape.Dv; ++d) scratch_.mean[d] /= static_cast<float>(key_end_);
-  }
+  void FindMean();
 
   const AttentionProblem& problem_;
   const AttentionArgs& args_;

@@ -32,6 +32,7 @@ int64_t LengthOf(const std::string& role, const Tensor& tensor, bool has_queries
   if (role == "pad" || role == "segment_k" || (role == "segment_q" && has_queries)) {
     return tensor.rank == 2 ? tensor.dims[1] : -1;
   }
+  if (role == "relative_bias_factor" && has_queries) return tensor.rank == 3 ? tensor.dims[2] : -1;
   if (role != "bias" || tensor.rank < 1 || tensor.rank > 4) return -1;
   if (tensor.dims[tensor.rank - 1] > 1) return tensor.dims[tensor.rank - 1];
   const bool has_rows = has_queries && tensor.rank > 1 && tensor.dims[tensor.rank - 2] > 1;

@@ -55,6 +55,16 @@ void UsePages(Pointees* to, AttentionArgs* args) {
 
 void PackSequences(Pointees* to, AttentionArgs* args) { args->sequences.starts = args->kv.key_ends = to->counts; }
 
+RelativeTable TableOf(const Pointees& to, int64_t columns) {
+  RelativeTable table;
+  table.data = &to.number, table.dtype = DType::kF32;
+  table.rows = 2, table.columns = columns;
+  table.index.row = to.counts, table.index.count = 2, table.index.last_row = 1;
+  return table;
+}
+void UseTable(Pointees* to, AttentionArgs* args) { args->scores.relative_key[0] = TableOf(*to, args->shape.D); }
+void UseValueTable(Pointees* to, AttentionArgs* args) { args->relative_value = TableOf(*to, args->shape.Dv); }
+
 struct IllegalCase {
   const char* name;
   void (*kind)(Pointees*, AttentionArgs*);  // legal; nullptr: Plain()
@@ -156,6 +166,28 @@ std::vector<IllegalCase> IllegalCases() {
          a->shape.S = 3;
        },
        "built for other sizes"},
+      {"factor without relative bias", nullptr,
+       [](Pointees* to, AttentionArgs* a) {
+         a->scores.relative_bias.factor = &to->number, a->scores.relative_bias.factor_dtype = DType::kF32;
+       },
+       "and beside one"},
+      {"second table alone", nullptr,
+       [](Pointees* to, AttentionArgs* a) { a->scores.relative_key[1] = TableOf(*to, a->shape.D); },
+       "expected none without the first"},
+      {"table type", UseTable, [](Pointees*, AttentionArgs* a) { a->scores.relative_key[0].dtype = DType::kI32; },
+       "is fp32, fp16 or bf16"},
+      {"table of other columns", UseTable, [](Pointees*, AttentionArgs* a) { a->scores.relative_key[0].columns += 2; },
+       "66 columns, expected"},
+      {"table of values with a further column", UseValueTable,
+       [](Pointees*, AttentionArgs* a) { a->relative_value.columns += 1; }, "65 columns, expected"},
+      {"rows behind a table", UseTable,
+       [](Pointees*, AttentionArgs* a) { a->scores.relative_key[0].index.last_row = 2; }, "does not have"},
+      {"table and quantized keys", UseTable, Quantize, "go with no KV cache"},
+      {"table and gathered columns", UseValueTable, GatherColumns, "go with no KV cache"},
+      {"table and pages", UseTable, UsePages, "go with no KV cache"},
+      {"table and a window", UseTable, UseWindow, "go with no KV cache"},
+      {"table and lengths", UseTable, [](Pointees* to, AttentionArgs* a) { a->kv.key_ends = to->counts; },
+       "go with no KV cache"},
   };
 }
 
@@ -191,6 +223,12 @@ TEST(AttentionArgsTakeLegalCombinations) {
          a->shape.S = 3, a->shape.T = 1000;
        }},
       {PackSequences, [](Pointees* to, AttentionArgs* a) { a->mask.pad = &to->byte; }},
+      {UseTable, UseValueTable, PackSequences},
+      {UseTable, UseBlocks,
+       [](Pointees* to, AttentionArgs* a) {
+         a->scores.relative_key[1] = a->scores.relative_query = TableOf(*to, a->shape.D + 1);
+         a->output.lse = &to->number;
+       }},
       {UsePages, [](Pointees* to, AttentionArgs* a) { a->mask.fixed = StaticMask::OfElements(&to->elements); }},
       {[](Pointees* to, AttentionArgs* a) {
         a->mask.pad = &to->byte, a->mask.dynamic = &to->elements, a->mask.empty_rows = EmptyRows::kMean;
