@@ -63,6 +63,15 @@ class MaskExpression:
         """
         return cls(parse_nodes(text, tables))
 
+    @classmethod
+    def parse_integer(cls, text: str, tables: Mapping[str, np.ndarray] | None = None) -> MaskExpression:
+        """An integer expression from its text, as attribute ``relative_index`` has it.
+
+        Raises:
+            MaskSyntaxError: with the column at fault; blank text is none.
+        """
+        return cls(parse_nodes(text, tables, is_condition=False))
+
     @cached_property
     def text(self) -> str:
         """The canonical text, as attributes and plans hold it; empty where every pair is allowed."""

@@ -31,6 +31,7 @@ from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.mask.strength import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.facts import dtype_kind
+from stof.symbolic.trace import Trace
 
 _MIN_LENGTHS = 3  # at which a mask must be compared
 
@@ -48,6 +49,7 @@ class MaskChecker:
         self.runner = MaskRunner(model, symbolic)
         self.index = self.runner.index
         self.hashes = SubgraphHashes(self.index, symbolic)
+        self.trace = Trace(symbolic, self.index)
         self.checked_rows: set[tuple[object, ...]] = set()  # masks whose fully masked rows were compared
         self.relatives: dict[
             tuple[object, ...], LiftedMask
@@ -73,6 +75,7 @@ class MaskChecker:
             ),
             tuple(t in mask.bias for t in site.terms),
             None if mask.relative is None else replace(mask.relative, terms=()),
+            tuple(site.terms.index(t.term) for t in mask.relative_terms),
             mask.expression,
             mask.tables,
             tuple((o.role, o.view, self.hashes.of(o.tensor)) for o in mask.operands),
@@ -97,7 +100,13 @@ class MaskChecker:
             UnsupportedError: naming the first element at which graph and expression differ.
         """
         # A bias that cannot be evaluated may depend on the whole network before it; it was lifted as one that allows all.
-        terms = [t for t in site.terms if is_stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None]
+        # Those that became products with relative tables were compared when they did.
+        products = {t.term for t in mask.relative_terms}
+        terms = [
+            t
+            for t in site.terms
+            if t not in products and (is_stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None)
+        ]
         key = (*self.key(site, mask), len(terms), is_stated)
         if (not terms and site.row_guard is None) or key in self._passed:
             return
@@ -182,7 +191,8 @@ class MaskChecker:
         if key not in self._binary_inputs:
             read = InputMaker(self.model, self.symbolic, *tensors_by_role([(site, mask)]), index=self.index).pads
             binary_inputs = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
-            terms = [t for t in site.terms if t not in mask.bias]
+            products = {t.term for t in mask.relative_terms}
+            terms = [t for t in site.terms if t not in mask.bias and t not in products]
             try:
                 if binary_inputs and terms:
                     for number, case in enumerate([Case(2, 29, Padding.NONE), Case(3, 11, Padding.NONE)]):

@@ -8,7 +8,7 @@ computed for every distance that the operator takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, reduce
 
 import numpy as np
@@ -22,6 +22,7 @@ from stof.symbolic.algebra.terms import Atom
 
 _CHUNK = 1 << 19
 _HUGE = float(1 << 53)
+_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"Log": np.log, "Ceil": np.ceil, "Floor": np.floor}
 
 
 class _UnprovenError(Exception):
@@ -51,6 +52,14 @@ def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> in
     rows = [i for i in indices if i.constant is None and not _is_head(i)]
     try:
         return max((_last_change(row) for row in rows), default=0)
+    except _UnprovenError:
+        return None
+
+
+def constant_beyond(row: Int) -> int | None:
+    """The distance beyond which an integer is constant, where it depends on k - q alone; else None."""
+    try:
+        return _last_change(row)
     except _UnprovenError:
         return None
 
@@ -167,6 +176,16 @@ def _evaluate_real(value: object, distance: np.ndarray) -> np.ndarray:
                 return np.asarray(_evaluate_real(args[0], distance) * _evaluate_real(args[1], distance))
             case "div":
                 return np.asarray(_evaluate_real(args[0], distance) / _evaluate_real(args[1], distance))
-            case "opaque" if args[0] == "Log" and len(args) == 2:
-                return np.asarray(np.log(_evaluate_real(args[1], distance)))
+            case "neg":
+                return -_evaluate_real(args[0], distance)
+            case "min" | "max":
+                both = [_evaluate_real(a, distance) for a in args]
+                return np.asarray(np.minimum(*both) if value.kind == "min" else np.maximum(*both))
+            case "bool":
+                return np.asarray(_evaluate_condition(args[0], distance), np.float64)
+            case "select":
+                yes, no = (_evaluate_real(a, distance) for a in args[1:])
+                return np.where(_evaluate_condition(args[0], distance), yes, no)
+            case "opaque" if args[0] in _FUNCTIONS and len(args) == 2:
+                return np.asarray(_FUNCTIONS[str(args[0])](_evaluate_real(args[1], distance)))
     raise _UnprovenError
