@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.attention.relative_terms.body import RelativeProduct, ScoreVectors, emit_product
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
@@ -33,6 +34,7 @@ class Variant:
     softcap: float
     roles: tuple[str, ...]  # of the operand slots; "unused": this variant does not read the slot
     dtype: int
+    products: tuple[RelativeProduct, ...] = ()  # with rows by relative position
 
 
 def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
@@ -60,8 +62,9 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
     frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
+    vectors = frame.vectors() if any(v.products for v in variants) else None
     result_names = ("out", "lse") if lse else ("out",)
-    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "", result_names)
+    chosen = _select(variants, 0, opset, (scores, vectors), frame.attribute("mask_id") if len(variants) > 1 else "", result_names)
     frame.builder.nodes += chosen
     frame.finish("variant0_out")
     if lse:
@@ -130,14 +133,18 @@ _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
 def _select(
-    variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, result_names: Sequence[str]
+    variants: Sequence[Variant],
+    i: int,
+    opset: int,
+    scores: tuple[str, ScoreVectors | None],
+    mask_id: str, result_names: Sequence[str]
 ) -> list[onnx.NodeProto]:
     """Nodes that write the weights ``variant<i>_out``: those of variant i if mask_id is i, else those of a later one.
 
     With "lse" among ``result_names`` they also write ``variant<i>_lse``.
     """
     body = _Weights(variants[i], Builder(opset, f"v{i}_"))
-    results = body.build(scores, "lse" in result_names)
+    results = body.build(*scores, "lse" in result_names)
     outs = [f"variant{i}_{word}" for word in result_names]
     if i + 1 == len(variants):
         written = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
@@ -169,7 +176,7 @@ class _Frame:
         self.dtype = dtype  # None: as the query's
         self.builder = Builder(opset, "f_")
         self.heads = self.attribute("num_heads")
-        self.value = ""
+        self.value = self.query = self.key = self.scale = ""
 
     def attribute(self, target: str) -> str:
         """An attribute of the call as a scalar."""
@@ -188,8 +195,13 @@ class _Frame:
         if self.grouped:
             count = b.add("Div", [self.heads, groups])
             key, self.value = (self._repeat(t, self.heads, count) for t in (key, self.value))
-        scaled = b.add("Mul", [query, self.attribute("scale")])
-        return b.add("MatMul", [scaled, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
+        self.key, self.scale = key, self.attribute("scale")
+        self.query = b.add("Mul", [query, self.scale])
+        return b.add("MatMul", [self.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
+
+    def vectors(self) -> ScoreVectors:
+        """What products with rows read, behind :meth:`scores`."""
+        return ScoreVectors(self.query, self.builder.add("Mul", [self.key, self.scale]), self.scale)
 
     def finish(self, weights: str) -> None:
         """Nodes that write ``output`` from weights [B, H, S, T]."""
@@ -257,16 +269,19 @@ class _Weights:
         self.variant = variant
         self.builder = builder
 
-    def build(self, scores: str, lse: bool) -> list[str]:
+    def build(self, scores: str, vectors: ScoreVectors | None, lse: bool) -> list[str]:
         """Appends nodes for the weights [B, H, S, T] and, with ``lse``, the LSE [B, H, S], both fp32; returns their names."""
         v, b = self.variant, self.builder
         shape = b.add("Shape", [scores])
         B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
         sizes = ScoreSizes(B, H, S, T, b.add("Sub", [T, S]) if v.query_offset else b.constant(0))
+        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
+        for product in v.products:
+            assert vectors is not None
+            scores = b.add("Add", [scores, emit_product(b, product, vectors, sizes, operands)])
         if v.softcap > 0:
             cap = b.constant(v.softcap, np.float32)
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
-        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
         minus = b.constant(-np.inf, np.float32)
         scores, masked = self._apply_mask(scores, sizes, operands, minus)
         weights = self._weights(scores, masked, sizes, operands, minus)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the tables of relative terms as operands [H or 1, L, D or D + 1] of a call."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from stof.attention.bias_input import append_fp32_node
+from stof.graph.editor import Editor
+from stof.mask.site import LiftedMask, RelativeTable, RelativeTerm
+from stof.symbolic import Symbolic
+
+_SAME = 1e-7  # a factor that differs from 1 by rounding of the graph's own numbers
+
+
+def build_tables(
+    editor: Editor, symbolic: Symbolic, mask: LiftedMask, dtype: int, extra: list[gs.Node]
+) -> dict[str, gs.Tensor]:
+    """The tables of a site's relative terms by role; nodes that compute them are appended to ``extra``."""
+    return {term.role: _build_table(editor, symbolic, term, dtype, extra) for term in mask.relative_terms}
+
+
+def relative_index_of(mask: LiftedMask) -> str:
+    """The text of attribute ``relative_index``; empty where a site has no relative terms."""
+    return "; ".join(f"{term.role}: {term.index.text}" for term in mask.relative_terms)
+
+
+def _build_table(editor: Editor, symbolic: Symbolic, term: RelativeTerm, dtype: int, extra: list[gs.Node]) -> gs.Tensor:
+    table = term.table
+    tensor, own = editor.tensors[table.tensor], symbolic.dtype(table.tensor)
+    tensor = _lay_out(editor, symbolic, table, tensor, own, extra)
+    shift = table.shift_array()
+    is_scaled = abs(table.factor - 1.0) > _SAME
+    if own != TensorProto.FLOAT and (is_scaled or shift is not None or own != dtype):
+        tensor, own = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT)), TensorProto.FLOAT
+    if is_scaled:
+        factor = editor.initializer("stof_relative_factor", np.array(table.factor, np.float32))
+        tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
+    if shift is None:
+        return tensor
+    column = editor.initializer("stof_relative_shift", shift[:, :, None].copy())
+    if len(shift) > 1 and table.head_axis is None:  # each head has a column of its own
+        heads = editor.initializer("stof_relative_heads", np.array([len(shift), 1, 1], np.int64))
+        tensor = append_fp32_node(editor, extra, "Expand", [tensor, heads])
+    product = append_fp32_node(editor, extra, "MatMul", [tensor, column])
+    return append_fp32_node(editor, extra, "Concat", [tensor, product], axis=2)
+
+
+def _lay_out(
+    editor: Editor, symbolic: Symbolic, table: RelativeTable, tensor: gs.Tensor, dtype: int, extra: list[gs.Node]
+) -> gs.Tensor:
+    """The tensor of rows as [H or 1, L, D], of its own type."""
+    axes: list[int | None] = [table.head_axis, table.row_axis, table.column_axis]
+
+    def add(op: str, inputs: list[gs.Tensor], **attributes: object) -> gs.Tensor:
+        out = editor.variable(f"stof_relative_{op.lower()}", dtype)
+        extra.append(editor.node(op, out.name, inputs, [out], **attributes))
+        return out
+
+    rank = len(symbolic.shape(table.tensor) or ())
+    for axis in reversed(range(rank)):
+        if axis not in axes:  # batches share the rows
+            tensor = add("Gather", [tensor, editor.initializer("stof_relative_first", np.array(0, np.int64))], axis=axis)
+            axes = [a - 1 if a is not None and a > axis else a for a in axes]
+    kept = [a for a in axes if a is not None]
+    if kept != sorted(kept):
+        tensor = add("Transpose", [tensor], perm=kept)
+    if table.head_axis is None:
+        tensor = add("Unsqueeze", [tensor, editor.initializer("stof_relative_head", np.array([0], np.int64))])
+    return tensor
