@@ -54,6 +54,7 @@ class MaskChecker:
         self.relatives: dict[
             tuple[object, ...], LiftedMask
         ] = {}  # masks with their biases as tables, where they can be
+        self.row_runs: dict[tuple[object, ...], object] = {}  # what runs showed of rows of relative tables, by relative_terms
         self.compared_lengths: set[int] = set()
         self._passed: set[tuple[object, ...]] = set()
         self._binary_inputs: dict[tuple[object, ...], list[str]] = {}

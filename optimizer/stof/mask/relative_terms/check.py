@@ -8,6 +8,7 @@ holds them up to 2^24.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from onnx import helper
@@ -27,21 +28,52 @@ from stof.symbolic.algebra.sizes import evaluate
 _MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
 _SHORT = (1, 3, 5, 13)
+_LONG = 300  # from here on one batch is compared, and rows alone
 
 
-def run_rows(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, products: Sequence[Product], one: Product, length: int) -> RowsRun:
-    """The rows of a product's table that pairs read, at a length.
+def run_rows(
+    checker: MaskChecker, site: AttentionSite, mask: LiftedMask, products: Sequence[Product], one: Product, length: int
+) -> RowsRun:
+    """The rows of a product's table that pairs read, at a length. Layers share what a run shows.
 
     Raises:
         UnsupportedError: when the term does not run at that length, or batches and heads read different rows.
     """
+    key = ("rows", length, products.index(one), *_key(checker, site, mask, products))
+    if key not in checker.row_runs:
+        checker.row_runs[key] = _run_rows(checker, site, mask, products, one, length)
+    shown = checker.row_runs[key]
+    assert isinstance(shown, RowsRun)
+    return shown
+
+
+def _run_rows(
+    checker: MaskChecker, site: AttentionSite, mask: LiftedMask, products: Sequence[Product], one: Product, length: int
+) -> RowsRun:
     run = _Run(checker, site, mask, products, Case(1, length, Padding.NONE), 0)
-    rows, allowed = run.rows(one), run.allowed
-    everywhere = allowed.all(axis=(0, 1))
-    first = np.rint(rows[0, 0])
-    if rows.shape[-1] < length or not np.array_equal(np.broadcast_to(np.rint(rows), rows.shape)[..., everywhere], np.broadcast_to(first, rows.shape)[..., everywhere]):
+    rows, allowed = np.rint(run.rows(one)), run.allowed.all(axis=(0, 1))
+    if rows.shape[-1] < length or not (rows == rows[:1, :1])[..., allowed].all():
         raise UnsupportedError("its rows differ by batch or head, or the graph has no runs of that length")
-    return RowsRun(first, everywhere, run.past)
+    return RowsRun(rows[0, 0], allowed, run.past)
+
+
+def _key(
+    checker: MaskChecker, site: AttentionSite, mask: LiftedMask, products: Sequence[Product]
+) -> tuple[object, ...]:
+    """Equal for terms that equal nodes make of their vectors and tables, of equal shapes, under equal masks."""
+    names = [n for p in products for n in (p.vectors, p.table.tensor)]
+    cut = {n: (i, checker.symbolic.shape(n)) for i, n in enumerate(dict.fromkeys(names))}
+    return (
+        checker.hashes.of_cut(products[0].term.tensor, cut),
+        tuple((p.factor, names.index(p.vectors), names.index(p.table.tensor)) for p in products),
+        tuple(replace(p.table, tensor="") for p in products),
+        products[0].term.view,
+        site.dims,
+        site.query_offset,
+        mask.expression,
+        mask.tables,
+        tuple((o.role, o.view, o.at, checker.hashes.of(o.tensor)) for o in mask.operands),
+    )
 
 
 def check_rows(
@@ -56,10 +88,14 @@ def check_rows(
     Raises:
         UnsupportedError: naming the first case in which they differ, or when too few sizes run.
     """
+    key = ("checked", tuple(indices), *_key(checker, site, mask, products))
+    if key in checker.row_runs:
+        return
     numbers = set().union(*(e.literals for e in indices), mask.expression.literals)
     chosen = choose_lengths(numbers)
     middle = chosen[len(chosen) // 2]
-    cases = [*cases_of_lengths(site, mask, chosen, ()), *(Case(2, n, Padding.RIGHT) for n in _SHORT)]
+    cases = [replace(c, batch=1) if c.length > _LONG else c for c in cases_of_lengths(site, mask, chosen, ())]
+    cases += [*(Case(2, n, Padding.RIGHT) for n in _SHORT)]
     cases += [*cases_of_cross_attention(site, middle), *cases_without_past(site, middle)]
     compared: set[tuple[int, int]] = set()
     refused: DoesNotRunError | None = None
@@ -74,6 +110,7 @@ def check_rows(
     is_fixed = all(d.constant is not None for d in site.dims[2:])
     if len(compared) < (1 if is_fixed else _MIN_LENGTHS):
         raise refused or UnsupportedError("its rows could not be compared at enough lengths")
+    checker.row_runs[key] = True
 
 
 class _Run:
@@ -111,10 +148,9 @@ class _Run:
                 wanted += product.factor * self._evaluate(index, product)
                 is_shared = product.table.head_axis is None
                 heads += product.factor * (1 + (0 if is_shared else np.arange(self.shape[1])[None, :, None, None]))
-        for values, expected, what in (
-            (self._row_numbers(one), wanted, "row"),
-            (self._head_numbers(one), heads, "head"),
-        ):
+        checks = [(self._row_numbers(one), wanted, "row")]
+        checks += [(self._head_numbers(one), heads, "head")] if self.case.length <= _LONG else []
+        for values, expected, what in checks:
             found = self._values(one, values)
             wrong = self.allowed & ~(np.abs(found - expected) <= _TOLERANCE * abs(one.factor))
             if wrong.any():

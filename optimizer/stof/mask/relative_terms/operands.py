@@ -67,7 +67,7 @@ def _element_index(symbolic: Symbolic, site: AttentionSite, operand: Operand) ->
     past = site.dims[3] - site.dims[2] if site.query_offset else integer(0)
     position = Q - past if is_query else K
     group = site.num_heads // site.kv_num_heads
-    head = H if is_query or group == 1 else floor_div(H, group)
+    head = integer(0) if site.num_heads == 1 else H if is_query or group == 1 else floor_div(H, group)
     index: tuple[Int, ...] = {
         Layout.BHSD: (B, head, position, D),
         Layout.BSHD: (B, position, head, D),
