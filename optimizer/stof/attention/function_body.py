@@ -64,7 +64,9 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
     scores = frame.scores()
     vectors = frame.vectors() if any(v.products for v in variants) else None
     result_names = ("out", "lse") if lse else ("out",)
-    chosen = _select(variants, 0, opset, (scores, vectors), frame.attribute("mask_id") if len(variants) > 1 else "", result_names)
+    chosen = _select(
+        variants, 0, opset, (scores, vectors), frame.attribute("mask_id") if len(variants) > 1 else "", result_names
+    )
     frame.builder.nodes += chosen
     frame.finish("variant0_out")
     if lse:
@@ -137,7 +139,8 @@ def _select(
     i: int,
     opset: int,
     scores: tuple[str, ScoreVectors | None],
-    mask_id: str, result_names: Sequence[str]
+    mask_id: str,
+    result_names: Sequence[str],
 ) -> list[onnx.NodeProto]:
     """Nodes that write the weights ``variant<i>_out``: those of variant i if mask_id is i, else those of a later one.
 

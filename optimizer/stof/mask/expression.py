@@ -243,7 +243,7 @@ class MaskExpression:
         return emit_mask(builder, self.root, sizes, operands, tables_have_rank=tables_have_rank)
 
     def rows_to_onnx(self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str]) -> str:
-        """Nodes that compute an integer expression of q and k, int64, which broadcasts to [S, T]; otherwise as :meth:`to_onnx`."""
+        """Nodes that compute an integer expression of q and k, int64, which broadcasts to [S, T]; else as :meth:`to_onnx`."""
         return emit_mask(builder, self.root, sizes, operands, is_condition=False)
 
 

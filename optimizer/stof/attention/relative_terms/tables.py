@@ -27,6 +27,22 @@ def relative_index_of(mask: LiftedMask) -> str:
     return "; ".join(f"{term.role}: {term.index.text}" for term in mask.relative_terms)
 
 
+def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:
+    """What a call's nodes make of the tensor of rows, for tests of the call alone."""
+    table = term.table
+    axes = [a for a in (table.head_axis, table.row_axis, table.column_axis) if a is not None]
+    others = [a for a in range(rows.ndim) if a not in axes]
+    array = np.transpose(rows, [*others, *axes]).reshape(-1, *(rows.shape[a] for a in axes))
+    array = array[0] if table.head_axis is not None else array[:1]
+    if abs(table.factor - 1.0) > _SAME:
+        array = array.astype(np.float32) * np.float32(table.factor)
+    shift = table.shift_array()
+    if shift is None:
+        return np.ascontiguousarray(array)
+    array = np.broadcast_to(array.astype(np.float32), (term.heads, *array.shape[1:]))
+    return np.concatenate([array, array @ shift[:, :, None]], axis=2)
+
+
 def _build_table(editor: Editor, symbolic: Symbolic, term: RelativeTerm, dtype: int, extra: list[gs.Node]) -> gs.Tensor:
     table = term.table
     tensor, own = editor.tensors[table.tensor], symbolic.dtype(table.tensor)
@@ -62,7 +78,9 @@ def _lay_out(
     rank = len(symbolic.shape(table.tensor) or ())
     for axis in reversed(range(rank)):
         if axis not in axes:  # batches share the rows
-            tensor = add("Gather", [tensor, editor.initializer("stof_relative_first", np.array(0, np.int64))], axis=axis)
+            tensor = add(
+                "Gather", [tensor, editor.initializer("stof_relative_first", np.array(0, np.int64))], axis=axis
+            )
             axes = [a - 1 if a is not None and a > axis else a for a in axes]
     kept = [a for a in axes if a is not None]
     if kept != sorted(kept):

@@ -54,7 +54,9 @@ class MaskChecker:
         self.relatives: dict[
             tuple[object, ...], LiftedMask
         ] = {}  # masks with their biases as tables, where they can be
-        self.row_runs: dict[tuple[object, ...], object] = {}  # what runs showed of rows of relative tables, by relative_terms
+        self.row_runs: dict[
+            tuple[object, ...], object
+        ] = {}  # what runs showed of rows of relative tables, by relative_terms
         self.compared_lengths: set[int] = set()
         self._passed: set[tuple[object, ...]] = set()
         self._binary_inputs: dict[tuple[object, ...], list[str]] = {}
@@ -76,7 +78,6 @@ class MaskChecker:
             ),
             tuple(t in mask.bias for t in site.terms),
             None if mask.relative is None else replace(mask.relative, terms=()),
-            tuple(site.terms.index(t.term) for t in mask.relative_terms),
             mask.expression,
             mask.tables,
             tuple((o.role, o.view, self.hashes.of(o.tensor)) for o in mask.operands),
@@ -101,13 +102,7 @@ class MaskChecker:
             UnsupportedError: naming the first element at which graph and expression differ.
         """
         # A bias that cannot be evaluated may depend on the whole network before it; it was lifted as one that allows all.
-        # Those that became products with relative tables were compared when they did.
-        products = {t.term for t in mask.relative_terms}
-        terms = [
-            t
-            for t in site.terms
-            if t not in products and (is_stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None)
-        ]
+        terms = [t for t in site.terms if is_stated or t not in mask.bias or self.symbolic.value(t.tensor) is not None]
         key = (*self.key(site, mask), len(terms), is_stated)
         if (not terms and site.row_guard is None) or key in self._passed:
             return
@@ -192,8 +187,7 @@ class MaskChecker:
         if key not in self._binary_inputs:
             read = InputMaker(self.model, self.symbolic, *tensors_by_role([(site, mask)]), index=self.index).pads
             binary_inputs = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
-            products = {t.term for t in mask.relative_terms}
-            terms = [t for t in site.terms if t not in mask.bias and t not in products]
+            terms = [t for t in site.terms if t not in mask.bias]
             try:
                 if binary_inputs and terms:
                     for number, case in enumerate([Case(2, 29, Padding.NONE), Case(3, 11, Padding.NONE)]):

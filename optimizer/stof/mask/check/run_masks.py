@@ -7,8 +7,8 @@ The subgraph that makes them is cut out of the model. Edges through Shape carry 
 from __future__ import annotations
 
 import contextlib
-from types import MappingProxyType
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import onnx

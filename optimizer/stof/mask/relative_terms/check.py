@@ -51,7 +51,7 @@ def _run_rows(
     checker: MaskChecker, site: AttentionSite, mask: LiftedMask, products: Sequence[Product], one: Product, length: int
 ) -> RowsRun:
     run = _Run(checker, site, mask, products, Case(1, length, Padding.NONE), 0)
-    rows, allowed = np.rint(run.rows(one)), run.allowed.all(axis=(0, 1))
+    rows, allowed = np.rint(run.rows(one)), np.asarray(run.allowed.all(axis=(0, 1)))
     if rows.shape[-1] < length or not (rows == rows[:1, :1])[..., allowed].all():
         raise UnsupportedError("its rows differ by batch or head, or the graph has no runs of that length")
     return RowsRun(rows[0, 0], allowed, run.past)

@@ -59,7 +59,8 @@ def _of_matmul(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: In
     *batch, row, column = index
     sides = [(left, (row, inner)), (right, (inner, column))]
     elements = [
-        Element(n, (*project(tuple(batch), shape[:-2]), *last)) for n, (shape, last) in zip(node.input, sides, strict=True)
+        Element(n, (*project(tuple(batch), shape[:-2]), *last))
+        for n, (shape, last) in zip(node.input, sides, strict=True)
     ]
     return Contraction(elements[0], elements[1], left[-1])
 
@@ -88,7 +89,9 @@ def _of_einsum(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: In
 
 
 # Each element of the result is made of the input's element at the same index.
-_ELEMENTWISE = frozenset({"Sin", "Cos", "Exp", "Log", "Sqrt", "Reciprocal", "Cast", "Identity", "Relu", "Tanh", "Sigmoid"})
+_ELEMENTWISE = frozenset(
+    {"Sin", "Cos", "Exp", "Log", "Sqrt", "Reciprocal", "Cast", "Identity", "Relu", "Tanh", "Sigmoid"}
+)
 
 
 def depends_on(trace: Trace, value: Real, name: str, depth: int = 0) -> bool:

@@ -75,6 +75,15 @@ def with_relative_terms(
     return mask
 
 
+def without_relative_terms(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
+    """The site without the terms that became products: they are parts of its scores now, as query times key is."""
+    products = {t.term for t in mask.relative_terms}
+    if not products:
+        return site
+    unguarded = None if site.unguarded is None else without_relative_terms(site.unguarded, mask)
+    return replace(site, terms=tuple(t for t in site.terms if t not in products), unguarded=unguarded)
+
+
 class _OtherTermError(Exception):
     """A term that is nothing like a product with a table of rows."""
 
@@ -188,7 +197,9 @@ class _Lifter:
             roles = QUERY_ROLES if product.is_query else (KEY_ROLE,)
             role = next((r for r in roles if r not in used), None)
             if role is None:
-                raise UnsupportedError(f"more than {_COUNTS[len(roles)]} of {'queries' if product.is_query else 'keys'}")
+                raise UnsupportedError(
+                    f"more than {_COUNTS[len(roles)]} of {'queries' if product.is_query else 'keys'}"
+                )
             if role not in self.roles:
                 raise UnsupportedError(f"the plugin library takes no {role}")
             used.append(role)

@@ -80,5 +80,3 @@ def _read_axes(trace: Trace, element: Element) -> FoundTable | None:
     if row is None or column is None:
         return None
     return FoundTable(element.tensor, head, row, column, element.index[row], shape[row])
-
-
