@@ -7,14 +7,14 @@ The interpreter knows no value behind a compute node. Here such a node's result 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
 
 from stof.graph.index import GraphIndex
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, subterms, to_real
+from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, of_atom, subterms, to_real
 from stof.symbolic.facts import Fact, dtype_kind
 from stof.symbolic.interpreter import Symbolic
 from stof.symbolic.tensor import Index, SymTensor
@@ -35,10 +35,13 @@ class Trace:
     Attributes:
         symbolic: of the graph.
         index: of its nodes.
+        domain: limits of index variables. With them, indices that are divided by sizes may depend on conditions, as where a Pad
+            and two Reshapes shift rows.
     """
 
     symbolic: Symbolic
     index: GraphIndex
+    domain: Domain | None = None
     _facts: dict[str, Fact] = field(default_factory=dict)
 
     def element(self, tensor: str, index: Index) -> Real | None:
@@ -98,7 +101,7 @@ class Trace:
     def _apply(self, node: onnx.NodeProto, facts: dict[str, Fact], output: str) -> SymTensor | None:
         """The value of an output by the node's rule; None where the rule gives none, or another shape than the graph has."""
         try:
-            results = self.symbolic.apply_rule(node, facts)
+            results = self.symbolic.apply_rule(node, facts, domain=self.domain)
         except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, AssertionError):
             return None  # rules raise where they cannot tell
         place = list(node.output).index(output)
@@ -136,6 +139,40 @@ def _simplify_argument(domain: Domain, value: object) -> object:
     if isinstance(value, Cond):
         return domain.simplify(value)
     return tuple(_simplify_argument(domain, v) for v in value) if isinstance(value, tuple) else value
+
+
+def replace_atoms(value: Int, replacements: Mapping[Atom, Int]) -> Int:
+    """An integer with others in the place of atoms, at any depth."""
+    if not replacements:
+        return value
+    total = integer(0)
+    for monomial, coefficient in value.terms:
+        product = integer(coefficient)
+        for atom in monomial:
+            product = product * _replace_atom(atom, replacements)
+        total = total + product
+    return total
+
+
+def _replace_atom(atom: Atom, replacements: Mapping[Atom, Int]) -> Int:
+    if atom in replacements:
+        return replacements[atom]
+    if atom.kind in ("var", "size"):
+        return Int((((atom,), 1),))
+    return of_atom(atom.kind, *(_replace_argument(a, replacements) for a in atom.args))
+
+
+def replace_atoms_of_real(value: Real, replacements: Mapping[Atom, Int]) -> Real:
+    """A float with integers in the place of atoms, at any depth."""
+    return Real(value.kind, tuple(_replace_argument(a, replacements) for a in value.args))
+
+
+def _replace_argument(value: object, replacements: Mapping[Atom, Int]) -> object:
+    if isinstance(value, Int):
+        return replace_atoms(value, replacements)
+    if isinstance(value, Real | Cond):
+        return type(value)(value.kind, tuple(_replace_argument(a, replacements) for a in value.args))
+    return tuple(_replace_argument(v, replacements) for v in value) if isinstance(value, tuple) else value
 
 
 def variables_of(values: Sequence[Int] | Int) -> frozenset[str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,8 @@ from stof.mask.from_condition import GraphNames, to_integer_expression
 from stof.mask.relative_bias.distance_table import shorten, tabulate
 from stof.mask.site import AttentionSite
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, dim, integer, of_atom
-from stof.symbolic.trace import variables_of
+from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, dim, integer
+from stof.symbolic.trace import replace_atoms, variables_of
 
 _LETTERS = ("S", "T")
 _PAIR = frozenset({"q", "k"})
@@ -118,27 +118,6 @@ def _solve_sizes(site: AttentionSite) -> dict[Atom, Int]:
 
 def _is_placeholder(atom: Atom) -> bool:
     return atom.kind == "size" and str(atom.args[0]).startswith("\x1f")
-
-
-def replace_atoms(value: Int, replacements: Mapping[Atom, Int]) -> Int:
-    """An integer with others in the place of atoms, at any depth."""
-    if not replacements:
-        return value
-    total = integer(0)
-    for monomial, coefficient in value.terms:
-        product = integer(coefficient)
-        for atom in monomial:
-            product = product * _replace_atom(atom, replacements)
-        total = total + product
-    return total
-
-
-def _replace_atom(atom: Atom, replacements: Mapping[Atom, Int]) -> Int:
-    if atom in replacements:
-        return replacements[atom]
-    if atom.kind in ("var", "size"):
-        return Int((((atom,), 1),))
-    return of_atom(atom.kind, *(replace_atoms(a, replacements) if isinstance(a, Int) else a for a in atom.args))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from stof.errors import UnsupportedError
 from stof.mask.check.checker import MaskChecker
 from stof.mask.expression import MaskExpression
-from stof.mask.from_condition import GraphNames
+from stof.mask.from_condition import GraphNames, K, Q
 from stof.mask.lift import domain_of, index_of_pair
 from stof.mask.relative_bias.proof import constant_beyond
 from stof.mask.relative_terms.check import check_rows, run_rows
@@ -37,14 +37,15 @@ from stof.mask.site import (
     TermKind,
     arrays_of,
 )
-from stof.symbolic import Int, integer
+from stof.symbolic import Int, integer, var
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.terms import Real
-from stof.symbolic.trace import simplify_real
+from stof.symbolic.algebra.terms import Atom, Real
+from stof.symbolic.trace import Trace, replace_atoms_of_real, simplify_real
 
 _SHORTEST, _LONGEST = 300, 1300  # lengths at which a term is run for its rows
 _MARGIN = 2  # entries kept beyond the proven radius, which float rounding may move
 _COUNTS = {1: "one term", 2: "two terms"}
+_BACK, _COLUMN = var("back"), Atom("var", ("k",))
 QUERY_ROLES = ("relative_key", "relative_key1")  # of tables that queries are multiplied by
 KEY_ROLE = "relative_query"
 
@@ -66,13 +67,26 @@ def with_relative_terms(
         if term.kind is not TermKind.ADD or term in mask.by_data:
             continue
         try:
-            mask = _Lifter(checker, site, mask, roles).lift(term)
+            mask = _lift_term(checker, site, mask, roles, term)
         except UnsupportedError as error:
             text = f"{term.tensor} is no product with rows by relative position: {error}"
             mask = replace(mask, notes=(*mask.notes, MaskNote(NoteReason.RELATIVE_TERM, text, term.tensor)))
         except _OtherTermError:
             continue
     return mask
+
+
+def _lift_term(
+    checker: MaskChecker, site: AttentionSite, mask: LiftedMask, roles: Collection[str], term: MaskTerm
+) -> LiftedMask:
+    """The mask with a term's products in the place of the term, by the first trace that shows them."""
+    try:
+        return _Lifter(checker, checker.trace, site, mask, roles).lift(term)
+    except (UnsupportedError, _OtherTermError):
+        if not mask.expression.window():  # all pairs lie in the rows that divisions give, or nothing tells which do
+            raise
+        trace = Trace(checker.symbolic, checker.index, domain_of(site))
+        return _Lifter(checker, trace, site, mask, roles).lift(term)
 
 
 def without_relative_terms(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
@@ -91,9 +105,10 @@ class _OtherTermError(Exception):
 class _Lifter:
     """Lifts a term of one site."""
 
-    def __init__(self, checker: MaskChecker, site: AttentionSite, mask: LiftedMask, roles: Collection[str]) -> None:
-        self.checker, self.site, self.mask, self.roles = checker, site, mask, roles
-        self.trace = checker.trace
+    def __init__(
+        self, checker: MaskChecker, trace: Trace, site: AttentionSite, mask: LiftedMask, roles: Collection[str]
+    ) -> None:
+        self.checker, self.trace, self.site, self.mask, self.roles = checker, trace, site, mask, roles
         limits = {**domain_of(site).limits, "d": (integer(0), integer(site.head_size - 1))}
         self.domain = Domain(limits)
 
@@ -142,10 +157,20 @@ class _Lifter:
             value = None if shape is None else self.trace.element(term.tensor, index_of_pair(shape, self.site, term))
         except ValueError:  # it does not broadcast to the scores
             value = None
-        addends = {} if value is None else linear_sum(simplify_real(self.domain, value))
+        addends = {} if value is None else linear_sum(self._simplify(value))
         if not addends or not all(leaf.kind == "element" for leaf in addends):
             raise _OtherTermError
         return [self._read_product(term, leaf, factor) for leaf, factor in addends.items()]
+
+    def _simplify(self, value: Real) -> Real:
+        """A term's element for pairs that the mask allows."""
+        window = self.mask.expression.window()
+        if window is None or window[1] != 0 or self.trace.domain is None:
+            return simplify_real(self.domain, value)
+        back = {_COLUMN: Q - _BACK}  # k <= q: a number of keys back from the query
+        domain = Domain({**self.domain.limits, "back": (integer(0), self.domain.limits["q"][1])})
+        simpler = simplify_real(domain, replace_atoms_of_real(value, back))
+        return simplify_real(self.domain, replace_atoms_of_real(simpler, {Atom("var", ("back",)): Q - K}))
 
     def _read_product(self, term: MaskTerm, leaf: Real, factor: float) -> Product:
         contraction = read_contraction(self.trace, leaf, "d")
