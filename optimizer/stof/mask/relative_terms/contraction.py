@@ -17,7 +17,7 @@ from stof.symbolic.trace import Trace, variables_of
 
 
 @dataclass(frozen=True)
-class Element:
+class TensorElement:
     """An element of a tensor."""
 
     tensor: str
@@ -28,12 +28,12 @@ class Element:
 class Contraction:
     """The sum over an index variable, from 0 to ``size``, of products of two elements."""
 
-    left: Element
-    right: Element
+    left: TensorElement
+    right: TensorElement
     size: Int
 
     @property
-    def orders(self) -> tuple[tuple[Element, Element], tuple[Element, Element]]:
+    def orders(self) -> tuple[tuple[TensorElement, TensorElement], tuple[TensorElement, TensorElement]]:
         """The two elements in both orders."""
         return (self.left, self.right), (self.right, self.left)
 
@@ -59,7 +59,7 @@ def _of_matmul(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: In
     *batch, row, column = index
     sides = [(left, (row, inner)), (right, (inner, column))]
     elements = [
-        Element(n, (*project(tuple(batch), shape[:-2]), *last))
+        TensorElement(n, (*project(tuple(batch), shape[:-2]), *last))
         for n, (shape, last) in zip(node.input, sides, strict=True)
     ]
     return Contraction(elements[0], elements[1], left[-1])
@@ -82,7 +82,7 @@ def _of_einsum(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: In
         return None
     at = {**dict(zip(result, index, strict=True)), letter: inner}
     elements = [
-        Element(n, project(tuple(at[c] for c in text), shape or ()))
+        TensorElement(n, project(tuple(at[c] for c in text), shape or ()))
         for n, text, shape in zip(node.input, letters, shapes, strict=True)
     ]
     return Contraction(elements[0], elements[1], (shapes[0] or ())[letters[0].index(letter)])

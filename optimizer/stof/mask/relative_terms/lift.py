@@ -20,7 +20,7 @@ from stof.mask.from_condition import GraphNames, K, Q
 from stof.mask.lift import domain_of, index_of_pair
 from stof.mask.relative_bias.proof import constant_beyond
 from stof.mask.relative_terms.check import check_rows, run_rows
-from stof.mask.relative_terms.contraction import Element, read_contraction
+from stof.mask.relative_terms.contraction import TensorElement, read_contraction
 from stof.mask.relative_terms.index import express_row, tabulate_rows
 from stof.mask.relative_terms.linear import linear_sum
 from stof.mask.relative_terms.operands import Match, read_vectors
@@ -189,7 +189,7 @@ class _Lifter:
                 return Product(term, factor, vectors.tensor, is_query, match, table)
         raise _OtherTermError
 
-    def _match(self, vectors: Element, is_query: bool) -> Match | None:
+    def _match(self, vectors: TensorElement, is_query: bool) -> Match | None:
         """How vectors of a contraction are made of the site's queries, or keys."""
         operand = self.site.query if is_query else self.site.key
         own = read_vectors(self.trace, self.domain, self.site, operand)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stof.mask.from_condition import H
-from stof.mask.relative_terms.contraction import Element, depends_on
+from stof.mask.relative_terms.contraction import TensorElement, depends_on
 from stof.mask.relative_terms.operands import D
 from stof.symbolic import Int, integer
 from stof.symbolic.algebra.domain import Domain
@@ -29,7 +29,7 @@ class FoundTable:
     rows: Int
 
 
-def find_table(trace: Trace, domain: Domain, element: Element) -> FoundTable | None:
+def find_table(trace: Trace, domain: Domain, element: TensorElement) -> FoundTable | None:
     """The tensor whose rows a pair reads; None where there is none that all batches share.
 
     It is the last one before it is repeated for batches, or gathered for pairs.
@@ -40,28 +40,28 @@ def find_table(trace: Trace, domain: Domain, element: Element) -> FoundTable | N
             return found
     for candidate in candidates:  # a batch axis along which all is equal
         value = trace.element(candidate.tensor, candidate.index)
-        first = Element(candidate.tensor, tuple(_without_batch(i) for i in candidate.index))
+        first = TensorElement(candidate.tensor, tuple(_without_batch(i) for i in candidate.index))
         found = _read_axes(trace, first)
         if found is not None and value is not None and not depends_on(trace, value, "b"):
             return found
     return None
 
 
-def _walk_back(trace: Trace, domain: Domain, element: Element) -> Iterator[Element]:
+def _walk_back(trace: Trace, domain: Domain, element: TensorElement) -> Iterator[TensorElement]:
     for _ in range(_MOST_MOVES):
-        element = Element(element.tensor, tuple(domain.integer(i) for i in element.index))
+        element = TensorElement(element.tensor, tuple(domain.integer(i) for i in element.index))
         yield element
         moved = trace.step(element.tensor, element.index)
         if moved is None:
             return
-        element = Element(*moved)
+        element = TensorElement(*moved)
 
 
 def _without_batch(index: Int) -> Int:
     return integer(0) if index.atom is not None and index.atom.args == ("b",) else index
 
 
-def _read_axes(trace: Trace, element: Element) -> FoundTable | None:
+def _read_axes(trace: Trace, element: TensorElement) -> FoundTable | None:
     """The axes of heads, rows and columns, each index being one of these or a constant."""
     shape = trace.symbolic.shape(element.tensor)
     if shape is None:
