@@ -4,6 +4,7 @@
 #include "cpu/attention/attention.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -20,13 +21,20 @@ namespace stof {
 namespace {
 
 constexpr int64_t kLine = 64;
+constexpr size_t kTableCount = 4;  // of relative positions
 
 struct Layout {
   // Byte offsets.
   int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, column_keys = 0, column_values = 0,
           total = 0;
   int64_t scratch_each = 0;
+  int64_t table_rows[kTableCount] = {}, table_further[kTableCount] = {};
 };
+
+template <typename Tables>
+auto ListTables(Tables* tables) {
+  return std::array{&tables->key[0], &tables->key[1], &tables->query, &tables->value};
+}
 
 Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu::AttentionKernels& kernels,
                   int threads) {
@@ -55,6 +63,12 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
       layout.keys = take(keys * args.shape.D * 4);
       if (problem.pack_values) layout.values = take(keys * RoundUp(args.shape.Dv, cpu::kPanel) * 4);
     }
+  }
+  for (size_t i = 0; problem.relative != nullptr && i < kTableCount; ++i) {
+    const cpu::PackedTable& table = *ListTables(problem.relative)[i];
+    if (table.table == nullptr) continue;
+    layout.table_rows[i] = take(table.heads * table.stride_h * 4);
+    layout.table_further[i] = take(table.heads * table.FurtherStride() * 4);
   }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
   layout.scratch = take(layout.scratch_each * threads);
@@ -217,6 +231,9 @@ void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*
 void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack(job.problem, first, last, scratch);
 }
+void PackTables(const Job& job, int64_t first, int64_t last, void* scratch) {
+  job.kernels.pack_tables(job.problem, first, last, scratch);
+}
 void AttendTileRows(const Job& job, int64_t first, int64_t last, void* scratch) {
   for (int64_t i = first; i < last; ++i) {
     const int64_t next = i + 1 < last ? int64_t{job.order[i + 1]} : -1;
@@ -234,6 +251,13 @@ Status CheckForCpu(const AttentionArgs& args, const CpuAttentionConfig& config) 
   STOF_RETURN_IF_ERROR(Check(args));
   if (args.mask.fixed.window() != nullptr || args.kv.seqlens != nullptr || args.kv.is_invalid != nullptr) {
     return Status::Error("causal windows, and what a device says of sequences, are for devices");
+  }
+  for (const RelativeTable* table : {&args.scores.relative_key[0], &args.scores.relative_key[1],
+                                     &args.scores.relative_query, &args.relative_value}) {
+    if (table->given() && table->index.row == nullptr) return Status::Error("a relative table without rows of pairs");
+  }
+  if (args.relative_value.rows > AttentionLimits::kMostRelativeValueRows) {
+    return Status::Error("weights multiply a table of at most 1024 rows");
   }
   if (!IsCpuIsaSupported(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
   if (config.m < 1 || config.n < 32 || config.n % 32 != 0 || config.n > cpu::kMaxTileKeys) {
@@ -335,6 +359,17 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     problem.packed_values = reinterpret_cast<float*>(base + layout.values);
     const int64_t panels = args.shape.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
+  }
+  if (problem.relative != nullptr) {
+    int64_t panels = 0;
+    for (size_t i = 0; i < kTableCount; ++i) {
+      cpu::PackedTable& table = *ListTables(plan.relative())[i];
+      if (table.table == nullptr) continue;
+      table.data = reinterpret_cast<float*>(base + layout.table_rows[i]);
+      if (table.FurtherStride() > 0) table.further = reinterpret_cast<float*>(base + layout.table_further[i]);
+      panels += table.heads * table.rows / cpu::kPanel;
+    }
+    Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackTables);
   }
   // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.
   Run(&job, items, std::clamp<int64_t>(items / (16 * int64_t{threads}), 1, 8), parallel, AttendTileRows);

@@ -56,6 +56,27 @@ struct KvSplits {
   const int32_t* begin = nullptr;  // [count + 1], the first tile of each split
 };
 
+// A table of relative positions as kernels read it, in fp32: the rows [first, first + rows) that pairs name, counted as
+// RelativeRows does. They are whole panels of kPanel rows.
+struct PackedTable {
+  const RelativeTable* table = nullptr;  // nullptr: none
+  bool is_panels = false;  // [heads, panels, D, kPanel], as packed keys; else [heads, rows, ld], times scale
+  bool is_value = false;   // not times scale, and ld is Dv rounded up to kPanel
+  int64_t heads = 1;       // 1: all heads share one
+  int64_t first = 0, rows = 0;
+  int64_t ld = 0, stride_h = 0;
+  int64_t capacity = 0;  // of panels: the panels of a ring of products, a power of two
+  float* data = nullptr;
+  float* further = nullptr;  // [heads, rows], the further column times scale; nullptr: none
+
+  int64_t FurtherStride() const { return table != nullptr && table->columns > ld ? rows : 0; }
+  int64_t WeightStride() const { return rows + kPanel; }
+};
+
+struct RelativeTables {
+  PackedTable key[2], query, value;
+};
+
 // One call. Filled by the dispatcher, read by the kernels.
 struct AttentionProblem {
   const AttentionArgs* args = nullptr;
@@ -86,6 +107,7 @@ struct AttentionProblem {
   int64_t column_tiles = 0;
   const char* column_keys = nullptr;
   const char* column_values = nullptr;
+  const RelativeTables* relative = nullptr;  // nullptr: none; never with few queries
   int64_t most_splits = 1;   // few queries: of a KV head
   float* partial = nullptr;  // most_splits > 1: [B, H, S, most_splits, partial_stride], max, sum, output
   int64_t partial_stride = 0;
@@ -96,6 +118,8 @@ struct AttentionKernels {
   void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the G * panels there are into packed_keys and packed_values.
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
+  // Packs panels [first, last) of the tables of relative positions, counted over tables and heads.
+  void (*pack_tables)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Attends one tile row, item of B * H * tile_rows, which exists; next is the worker's next one, or -1.
   void (*attend_tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);
   // Few queries: attends one KV split of the heads of one item.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points of attention for one instruction set.
 #include "cpu/attention/attention_worker.h"
+#include "cpu/attention/relative.h"
 #include "cpu/attention/scores.h"
 #include "cpu/attention/weights.h"
 #include "cpu/kernel_table.h"
@@ -42,6 +43,23 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     const Rows value_rows =
         RowsOfTile(problem, values, args.value.stride.s, problem.column_values, args.shape.Dv, b, g, tile);
     CopyValues(value_rows.From(row), count, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
+  }
+}
+
+void PackTables(const AttentionProblem& problem, int64_t first, int64_t last, void* memory) {
+  const Scratch scratch(problem, memory);
+  const RelativeTables& tables = *problem.relative;
+  const PackedTable* const all[] = {&tables.key[0], &tables.key[1], &tables.query, &tables.value};
+  for (int64_t i = first; i < last; ++i) {
+    int64_t at = i;
+    for (const PackedTable* const table : all) {
+      const int64_t panels = table->rows / kPanel;
+      if (at < table->heads * panels) {
+        PackTablePanel(problem, *table, at / panels, at % panels, scratch.table_rows, RoundUp(table->ld, kPanel));
+        break;
+      }
+      at -= table->heads * panels;
+    }
   }
 }
 
@@ -119,7 +137,7 @@ void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
 }  // namespace
 
 STOF_EXPORT_KERNELS(AttentionKernels, attention) = {
-    ScratchBytes, Prepare, Pack, AttendTileRow, AttendSplit, CombineSplits,
+    ScratchBytes, Prepare, Pack, PackTables, AttendTileRow, AttendSplit, CombineSplits,
 };
 
 }  // namespace cpu

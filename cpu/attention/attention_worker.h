@@ -20,6 +20,8 @@ template <bool kInPlace>
 class AttentionWorker {
   static constexpr int kRows = kInPlace ? kInPlaceStrip : kStrip;  // of a strip
   static constexpr int kStrips = kInPlace ? 1 : kStripsPerPass;
+  // Panels of packed keys whose scores a block of accumulators holds.
+  static constexpr int kBlockPanels = kVectors * kWidth > kPanel ? kVectors * kWidth / kPanel : 1;
 
  public:
   AttentionWorker(const AttentionProblem& problem, void* scratch)
@@ -49,6 +51,9 @@ class AttentionWorker {
     prefetch_.Clear();
     LoadQueries();
     Clear();
+    if constexpr (!kInPlace) {
+      if (problem_.relative != nullptr) BeginRelative();
+    }
   }
 
   // Queues prefetches for the next item, which begins at row0: what it reads and writes, and this item does not.
@@ -125,6 +130,7 @@ class AttentionWorker {
   // Writes the rows; fully masked ones by the policy of empty_rows.
   __attribute__((noinline)) void Finish() {
     bool all = false;
+    FinishOutput();
     for (int r = 0; r < rows_; ++r) {
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
       scratch_.empty[r] = sum == 0.0f;
@@ -140,6 +146,7 @@ class AttentionWorker {
     if (!all) return;
     Clear();
     AttendTiles(0, problem_.key_tiles, true);
+    FinishOutput();
     for (int r = 0; r < rows_; ++r) {
       if (!scratch_.empty[r]) continue;
       const float sum = Simd::ReduceAdd(Simd::Load(scratch_.sum + r * kWidth));
@@ -281,6 +288,17 @@ class AttentionWorker {
       Simd::Store(scratch_.sum + r * kWidth, zero);
       for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(scratch_.o + r * scratch_.ldo + d, zero);
     }
+    if (!HasRowWeights()) return;
+    const int64_t size = PaddedRows() * problem_.relative->value.WeightStride();
+    for (int64_t i = 0; i < size; ++i) scratch_.row_weights[i] = 0.0f;
+  }
+  bool HasRowWeights() const {
+    return !kInPlace && problem_.relative != nullptr && problem_.relative->value.table != nullptr;
+  }
+  void FinishOutput() {
+    if constexpr (!kInPlace) {
+      for (int r = 0; r < rows_ && HasRowWeights(); ++r) AddRowValues(r, scratch_.o + r * scratch_.ldo);
+    }
   }
 
   Rows KeyRows(int64_t tile) const {
@@ -324,6 +342,9 @@ class AttentionWorker {
       values = PackedValues(tile);
       ldv = scratch_.ldo;
     }
+    if constexpr (!kInPlace) {
+      if (problem_.relative != nullptr && problem_.relative->query.table != nullptr) KeyProducts(key0, keys, packed);
+    }
     const void* keys_in_place = key_rows.At(0);
     int64_t ldk = key_rows.stride;
     const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_.shape);
@@ -359,6 +380,9 @@ class AttentionWorker {
           }
           Adjust(strips[i], s, key0, keys);
           Softmax(strips[i], s);
+        }
+        if constexpr (!kInPlace) {
+          if (HasRowWeights()) AddRowWeights(strips[i], s, key0);
         }
         prefetch_.Fetch(lines_per_step_);
       }
@@ -404,6 +428,25 @@ class AttentionWorker {
   void AddRelative(int64_t h, int64_t row, int64_t key0, int keys) const;
   void LoadPairs(int64_t h, int64_t row, int64_t key0, int keys) const;
 
+  // ---- cpu/attention/relative.h ----
+  static int64_t RingStride(const PackedTable& table) { return (table.capacity + 1) * kPanel; }
+  __attribute__((noinline)) void BeginRelative();
+  void PanelScores(int rows, const float* q, int64_t ldq, const float* keys, int panels, const float* start, float* s,
+                   int64_t lds) const;
+  __attribute__((noinline)) void FillRing(int term, int row, int64_t first, int64_t last) const;
+  __attribute__((noinline)) void AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void AddAnyProducts(int term, const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void KeyProducts(int64_t key0, int keys, const float* packed) const;
+  void RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const;
+  __attribute__((noinline)) void DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
+                                                     float* to) const;
+  __attribute__((noinline)) void AnyKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
+                                                float* to) const;
+  __attribute__((noinline)) void AddRelativeProducts(const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void AddRowWeights(const Strip& strip, const float* p, int64_t key0) const;
+  __attribute__((noinline)) void AddRowValues(int r, float* to) const;
+  __attribute__((noinline)) const float* AddMeanRowValues(int r) const;
+
   // ---- cpu/attention/weights.h ----
   __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
   template <bool kHasOffset>
@@ -435,7 +478,11 @@ class AttentionWorker {
   void WriteEmptyRow(int r) {
     if (args_.mask.empty_rows == EmptyRows::kMean && key_end_ > 0) {
       FindMean();
-      FromFloats(scratch_.mean, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
+      const float* mean = scratch_.mean;
+      if constexpr (!kInPlace) {
+        if (HasRowWeights()) mean = AddMeanRowValues(r);
+      }
+      FromFloats(mean, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
       return;
     }
     const float value = args_.mask.empty_rows == EmptyRows::kNan ? __builtin_nanf("") : 0.0f;

@@ -32,13 +32,20 @@ constexpr int64_t kRingBytes = 512 << 10;
 constexpr int64_t kElementBytes = 2 << 20;
 // Tile rows whose key tiles are counted to choose the size of a ring.
 constexpr int64_t kSampledRows = 64;
+// Panels of products of queries and a table of relative positions that a strip keeps: all of up to 1024 rows.
+constexpr int64_t kMostRingPanels = 64;
 // Bytes of the partial results of split-KV rows.
 constexpr int64_t kPartialBytes = 64 << 20;
+
+// Whether neighbouring keys name neighbouring rows.
+bool IsNeighbourly(const RelativeTable& table) {
+  return table.index.is_stepwise && table.index.key_part == nullptr;
+}
 
 }  // namespace
 
 bool HasFewQueries(const AttentionArgs& args) {
-  if (args.sequences.has_queries) return false;
+  if (args.sequences.has_queries || args.scores.has_relative_tables() || args.relative_value.given()) return false;
   return args.shape.S <= kFewRows || (args.shape.S <= kMostFewRows && args.shape.T >= kManyKeys);
 }
 
@@ -72,6 +79,32 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   problem_.few_queries = args.shape.S <= config.m && HasFewQueries(args);
   problem_.few_queries ? PlanFewQueries() : PlanTileRows();
   problem_.sequences = sequences_.data();
+  PlanRelativeTables();
+}
+
+void AttentionPlan::PlanRelativeTables() {
+  const ScoreArgs& scores = args_.scores;
+  if (!scores.has_relative_tables() && !args_.relative_value.given()) return;
+  const auto plan = [&](const RelativeTable& table, PackedTable* packed) {
+    if (!table.given()) return;
+    packed->table = &table;
+    packed->heads = table.stride_h == 0 ? 1 : args_.shape.H;
+    packed->first = table.index.first_row / kPanel * kPanel;
+    packed->rows = RoundUp(table.index.last_row + 1 - packed->first, kPanel);
+    packed->ld = packed->is_value ? RoundUp(args_.shape.Dv, kPanel) : args_.shape.D;
+    packed->stride_h = (packed->rows + (packed->is_panels || packed->is_value ? 0 : kStrip)) * packed->ld;
+    // All panels, or those that the strips of a key tile name at a time.
+    const int64_t panels = packed->rows / kPanel;
+    const int64_t most = panels <= kMostRingPanels ? panels : IsNeighbourly(table) ? problem_.n / kPanel + 3 : kMostRingPanels;
+    for (packed->capacity = 1; packed->capacity < most;) packed->capacity *= 2;
+  };
+  relative_.key[0].is_panels = relative_.key[1].is_panels = true;
+  relative_.value.is_value = true;
+  plan(scores.relative_key[0], &relative_.key[0]);
+  plan(scores.relative_key[1], &relative_.key[1]);
+  plan(scores.relative_query, &relative_.query);
+  plan(args_.relative_value, &relative_.value);
+  problem_.relative = &relative_;
 }
 
 bool AttentionPlan::HasRuns() const {

@@ -24,6 +24,7 @@ class AttentionPlan {
   AttentionPlan& operator=(const AttentionPlan&) = delete;
 
   AttentionProblem* problem() { return &problem_; }
+  RelativeTables* relative() { return &relative_; }  // of problem()->relative
   int64_t Items() const { return problem_.few_queries ? split_items_ : tile_items_; }
 
  private:
@@ -46,11 +47,13 @@ class AttentionPlan {
   // Divides the tiles of a KV head into `count` splits of equal length.
   void Split(const KeyTileRun* runs, int64_t run_count, int64_t tiles, int64_t count);
   void PlanTileRows();
+  void PlanRelativeTables();
   // The most key tiles of a tile row. Where the mask lists runs, only a sample of the rows is counted.
   int64_t MostTiles();
 
   const AttentionArgs& args_;
   AttentionProblem problem_;
+  RelativeTables relative_;
   std::vector<KeyTileRun> runs_;  // scratch
   std::vector<SequenceTiles> sequences_;
   std::vector<KvSplits> kv_splits_;

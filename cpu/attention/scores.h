@@ -192,7 +192,6 @@ inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int beg
   const int64_t stride = args_.shape.D * kPanel;
   const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.shape.D;
   constexpr int kBlockKeys = kVectors * kWidth;
-  constexpr int kBlockPanels = kBlockKeys > kPanel ? kBlockKeys / kPanel : 1;
   uint32_t any = 0;
   for (int i = begin; i < end; ++i) any |= strips[i].active;
   // Blocks of panels from the first one that a strip needs; every strip reads a block before the next is fetched.
@@ -270,11 +269,14 @@ inline void AttentionWorker<kInPlace>::InPlaceScores(const Strip& strip, const S
   }
 }
 
-// Softcap, bias and mask.
+// Tables of relative positions, softcap, bias and mask.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  if constexpr (!kInPlace) {
+    if (problem_.relative != nullptr) AddRelativeProducts(strip, s, key0);
+  }
   if (args_.scores.softcap > 0.0f) {
     const V cap = Simd::Set1(args_.scores.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.scores.softcap);
     for (int r = 0; r < rows; ++r) {
@@ -334,6 +336,12 @@ inline void AttentionWorker<kInPlace>::AddRelative(int64_t h, int64_t row, int64
   const int64_t first = key_position_ + key0 - (bias.query_position + query_position_ + row) + size / 2;
   const int low = static_cast<int>(Clamp(-first, 0, keys)), high = static_cast<int>(Clamp(size - first, low, keys));
   float* to = scratch_.bias;
+  if (bias.factor != nullptr) {
+    const int64_t at = b_ * bias.factor_stride_b + h * bias.factor_stride_h + query_position_ + row;
+    const float factor = ToFloat(bias.factor, bias.factor_dtype, at);
+    for (int k = 0; k < keys; ++k) to[k] += factor * table[Clamp(first + k, 0, size - 1)];
+    return;
+  }
   for (int k = 0; k < low; ++k) to[k] += table[0];
   for (int k = low; k < high; ++k) to[k] += table[first + k];
   for (int k = high; k < keys; ++k) to[k] += table[size - 1];

@@ -22,6 +22,10 @@ constexpr int kStripsPerPass = 4;
 // Query rows that share a pass over the keys of a tile where these are read in place.
 constexpr int kInPlaceStrip = 4;
 
+// The products of keys with a table of relative positions: so many keys at a time, and so many groups of rows of the
+// table where rows are named in any order.
+constexpr int kKeyBlock = 32, kGroupRows = 4, kKeyGroups = 64;
+
 // The memory of one worker.
 struct Scratch {
   Scratch(const AttentionProblem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
@@ -60,6 +64,7 @@ struct Scratch {
     copy_keys = problem.in_place && (!is_converted_as_loaded || args.shape.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
+    if (problem.relative != nullptr) TakeRelative(problem, rows);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
   }
 
@@ -74,10 +79,34 @@ struct Scratch {
   uint8_t* elements_kind;
   uint32_t* elements;
   KeyTileRun* runs;  // of the rows that are attended
+  // Of tables of relative positions.
+  float* products[2] = {};     // products of queries: [rows, RingStride]
+  int32_t* panels_of[2] = {};  // [strips, capacity], the panels that slots hold, or -1
+  float* key_terms = nullptr;  // [rows, n], products of keys that the queries of a row tile name
+  float* key_products = nullptr;  // [rows of the table, kKeyBlock]
+  int32_t* key_tags = nullptr;    // [kKeyGroups]
+  float* table_rows = nullptr;    // rows of a panel in fp32
+  float* row_weights = nullptr;   // [rows, WeightStride], sums of the weights by the rows that they multiply
   bool copy_values, copy_keys, has_runs;
   size_t size;
 
  private:
+  void TakeRelative(const AttentionProblem& problem, int64_t rows) {
+    const RelativeTables& tables = *problem.relative;
+    table_rows = Take<float>(kPanel * Max(ldq, ldo));
+    for (int term = 0; term < 2; ++term) {
+      const PackedTable& table = tables.key[term];
+      if (table.table == nullptr) continue;
+      products[term] = Take<float>(rows * (table.capacity + 1) * kPanel);
+      panels_of[term] = Take<int32_t>(rows / kStrip * table.capacity);
+    }
+    if (tables.query.table != nullptr) {
+      key_terms = Take<float>(rows * problem.n);
+      key_products = Take<float>(Max(kKeyGroups * kGroupRows, rows + kKeyBlock + kStrip) * kKeyBlock);
+      key_tags = Take<int32_t>(kKeyGroups);
+    }
+    if (tables.value.table != nullptr) row_weights = Take<float>(rows * tables.value.WeightStride());
+  }
   template <typename T>
   T* Take(int64_t count) {
     T* result = reinterpret_cast<T*>(bytes_);

@@ -122,6 +122,10 @@ void AttentionWorker<kInPlace>::Rescale(const Strip& strip, int rows, const V* h
     Simd::Store(sum, Simd::Mul(Simd::Load(sum), scale));
     float* o = scratch_.o + (strip.row + r) * scratch_.ldo;
     for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(o + d, Simd::Mul(Simd::Load(o + d), scale));
+    if (!HasRowWeights()) continue;
+    const int64_t size = problem_.relative->value.WeightStride();
+    float* w = scratch_.row_weights + (strip.row + r) * size;
+    for (int64_t i = 0; i < size; i += kWidth) Simd::Store(w + i, Simd::Mul(Simd::Load(w + i), scale));
   }
 }
 

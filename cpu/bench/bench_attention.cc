@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,6 +24,7 @@
 #include "plugins/core/mask/block_mask_builder.h"
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/mask/expr.h"
+#include "plugins/core/ops/attention_relative.h"
 
 namespace stof {
 namespace {
@@ -33,7 +35,15 @@ struct Case {
   int64_t B, H, G, S, T, D;
   bool bshd;       // heads between positions: rows stride H * D, as exporters' projections leave them
   int layers = 1;  // more: attention over KV caches, each run over the next one's; the mask is in absolute positions
+  // Rows of tables of relative positions that are multiplied with queries and with keys; empty: none.
+  const char *relative_key = "", *relative_query = "";
+  int64_t relative_rows = 0;
 };
+
+constexpr char kDistance[] = "k - q + S - 1";
+// 512 logarithmic buckets, exact up to distances of 128: DeBERTa v3.
+constexpr char kBucket[] = "table0[max(0, min(2 * T - 2, q - k + T - 1))]";
+constexpr char kGridRow[] = "q // 64 - k // 64 + 63", kGridColumn[] = "q % 64 - k % 64 + 63";
 
 constexpr int kLayers = 8;
 
@@ -67,6 +77,19 @@ constexpr Case kCases[] = {
     {"cache-1k", "k <= q", 1, 32, 8, 1, 1024, 128, false, kLayers},
     {"cache-prefill", "k <= q and q - k < 1024", 1, 32, 8, 8192, 8192, 128, false, 2},
     {"cache-chunk", "k <= q", 1, 32, 8, 256, 8192, 128, false, 2},
+    {"rel512", "", 1, 12, 12, 512, 512, 64, false, 1, kDistance, "", 1023},
+    {"rel4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kDistance, "", 8191},
+    {"rel-query512", "", 1, 12, 12, 512, 512, 64, false, 1, "", kDistance, 1023},
+    {"rel-both512", "", 1, 12, 12, 512, 512, 64, false, 1, kDistance, kDistance, 1023},
+    {"rel-bucket128", "", 1, 12, 12, 128, 128, 64, false, 1, kBucket, "", 512},
+    {"rel-bucket512", "", 1, 12, 12, 512, 512, 64, false, 1, kBucket, "", 512},
+    {"rel-bucket4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kBucket, "", 512},
+    {"rel-bucket-query512", "", 1, 12, 12, 512, 512, 64, false, 1, "", kBucket, 512},
+    {"rel-bucket-both512", "", 1, 12, 12, 512, 512, 64, false, 1, kBucket, kBucket, 512},
+    {"rel-bucket-both4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kBucket, kBucket, 512},
+    {"rel-w128", "abs(q - k) <= 128", 1, 12, 12, 4096, 4096, 64, false, 1, "k - q + 128", "", 257},
+    {"rel-grid4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kGridRow, "", 127},
+    {"rel-grid-columns4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kGridColumn, "", 127},
 };
 
 // --cpu-time: CPU seconds of the process, for a machine that others use, too; with one thread they are those of a run.
@@ -103,6 +126,8 @@ struct Row {
   std::unique_ptr<BoundCachedMask> cached;
   int layer = 0;
   Buffer query, key, value, output, workspace;
+  std::shared_ptr<const RelativeRowArrays> relative_key, relative_query;
+  Buffer key_table, query_table;
   double pairs = 0, tile_pairs = 0, keys = 0, best = 1e9;
   double read = 1e9;  // seconds that a plain sum over the keys and values of a layer takes, of a KV cache
 
@@ -174,6 +199,36 @@ void BindCache(const Case& what, Row* row) {
   for (const uint8_t one : any) row->keys += one;
 }
 
+// Buckets of distances: exact ones, then as many again up to 512, by the logarithm.
+std::vector<int32_t> Buckets(int64_t T, int64_t rows) {
+  std::vector<int32_t> table;
+  const int64_t middle = rows / 4;
+  for (int64_t d = 1 - T; d < T; ++d) {
+    const auto far = static_cast<double>(std::abs(d)), exact = static_cast<double>(middle);
+    const double bucket = std::abs(d) <= middle
+                              ? far
+                              : std::ceil(std::log(far / exact) / std::log(511 / exact) * (exact - 1)) + exact;
+    table.push_back(static_cast<int32_t>((d < 0 ? -bucket : bucket) + static_cast<double>(rows / 2)));
+  }
+  return table;
+}
+
+void BindRelative(const Case& what, const char* index, uint32_t seed, RelativeTable* table, Buffer* data,
+                  std::shared_ptr<const RelativeRowArrays>* rows) {
+  if (index[0] == 0) return;
+  std::vector<int32_t> buckets = Buckets(what.T, what.relative_rows);
+  Tensor tensor = TensorOfShape(DType::kI32, {static_cast<int64_t>(buckets.size())});
+  tensor.data = buckets.data();
+  MaskExpr expr;
+  Exit(what.name, MaskExpr::ParseInteger(index, {{"table0", tensor}}, &expr));
+  SeparatedExpr separated;
+  if (!SeparatedExpr::Make(expr, &separated)) Exit(what.name, Status::Error("no function of one difference"));
+  const ExprSizes sizes = {1, 1, what.S, what.T, what.T - what.S};
+  Exit(what.name, RelativeRowArrays::Make("relative_key", separated, sizes, what.relative_rows, rows));
+  *data = Random(what.H * what.relative_rows * what.D, seed);
+  *table = {data->get(), DType::kF32, what.relative_rows, what.D, what.relative_rows * what.D, (*rows)->view()};
+}
+
 void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) {
   row->what = &what;
   AttentionArgs& a = row->args;
@@ -191,6 +246,8 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
   row->output.reset(AllocateAligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
   a.query.data = row->query.get(), a.key.data = row->key.get(), a.value.data = row->value.get(),
   a.output.data = row->output.get();
+  BindRelative(what, what.relative_key, 4, &a.scores.relative_key[0], &row->key_table, &row->relative_key);
+  BindRelative(what, what.relative_query, 5, &a.scores.relative_query, &row->query_table, &row->relative_query);
   row->config = ChooseCpuAttention(a, threads);
   if (m > 0) row->config.m = m;
   if (n > 0) row->config.n = n;
@@ -265,7 +322,7 @@ int Main(int argc, char** argv) {
   }
   const double bandwidth = stof_read_bandwidth(threads, size_t{256} << 20, 0.2);
   std::printf("threads %d, FMA %.1f GFLOP/s, read %.1f GB/s\n", threads, fma, bandwidth);
-  std::printf("%-14s %-8s %10s %9s %9s %8s %8s %7s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA",
+  std::printf("%-20s %-8s %10s %9s %9s %8s %8s %7s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA",
               "% tiles", "GB/s", "% read");
   for (const auto& row : table) {
     const double heads = static_cast<double>(row->args.shape.B * row->args.shape.H);
@@ -274,7 +331,7 @@ int Main(int argc, char** argv) {
         8.0 * static_cast<double>(row->args.shape.B * row->args.shape.G * row->args.shape.D) * row->keys;
     char tile[24];
     std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
-    std::printf("%-14s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f\n", row->what->name, tile, row->best * 1e3,
+    std::printf("%-20s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f\n", row->what->name, tile, row->best * 1e3,
                 flop * row->pairs, flop * row->tile_pairs, 100 * flop * row->pairs / fma,
                 100 * flop * row->tile_pairs / fma, bytes / row->best * 1e-9,
                 row->read < 1e9 ? 100 * row->read / row->best : 0.0);

@@ -57,6 +57,16 @@ struct Simd {
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(hit, lane)));
   }
   static V WhereEqual(V x, V y, V a, V b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_EQ_OQ)); }
+  // Lane i: from[at[i] - base], which is below kWidth.
+  static V Pick(const float* from, const int32_t* at, int32_t base) {
+    const __m256i lanes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm256_permutevar8x32_ps(Load(from), _mm256_sub_epi32(lanes, _mm256_set1_epi32(base)));
+  }
+  // Lane i: at[i] == value ? a : b.
+  static V WhereIs(const int32_t* at, int32_t value, V a, V b) {
+    const __m256i lanes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(value))));
+  }
   // The float whose bits are those of v shifted into the exponent.
   static V ShiftToExponent(V v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 23)); }
   static float ReduceAdd(V v) {

@@ -54,6 +54,14 @@ struct Simd {
   // Lane i: bit i of bits ? a : b.
   static V Where(uint32_t bits, V a, V b) { return _mm512_mask_blend_ps(static_cast<M>(bits), b, a); }
   static V WhereEqual(V x, V y, V a, V b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), b, a); }
+  // Lane i: from[at[i] - base], which is below kWidth.
+  static V Pick(const float* from, const int32_t* at, int32_t base) {
+    return _mm512_permutexvar_ps(_mm512_sub_epi32(_mm512_loadu_si512(at), _mm512_set1_epi32(base)), Load(from));
+  }
+  // Lane i: at[i] == value ? a : b.
+  static V WhereIs(const int32_t* at, int32_t value, V a, V b) {
+    return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(at), _mm512_set1_epi32(value)), b, a);
+  }
   // The float whose bits are those of v shifted into the exponent.
   static V ShiftToExponent(V v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
   static float ReduceAdd(V v) { return _mm512_reduce_add_ps(v); }

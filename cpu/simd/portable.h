@@ -87,6 +87,18 @@ struct Simd {
     return ((I{} + static_cast<int32_t>(bits)) & lane) != 0 ? a : b;
   }
   static V WhereEqual(V x, V y, V a, V b) { return x == y ? a : b; }
+  // Lane i: from[at[i] - base], which is below kWidth.
+  static V Pick(const float* from, const int32_t* at, int32_t base) {
+    V v;
+    for (int i = 0; i < kWidth; ++i) v[i] = from[at[i] - base];
+    return v;
+  }
+  // Lane i: at[i] == value ? a : b.
+  static V WhereIs(const int32_t* at, int32_t value, V a, V b) {
+    I lanes;
+    std::memcpy(&lanes, at, sizeof(lanes));
+    return lanes == value ? a : b;
+  }
   // The float whose bits are those of v shifted into the exponent.
   static V ShiftToExponent(V v) {
     I i;

@@ -90,6 +90,18 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
 }  // namespace
 
 Status CheckCudaAttention(const AttentionArgs& args) {
+  const ScoreArgs& scores = args.scores;
+  const struct {
+    const char* role;
+    bool is_given;
+  } refused[] = {{"relative_key", scores.relative_key[0].given()},
+                 {"relative_key1", scores.relative_key[1].given()},
+                 {"relative_query", scores.relative_query.given()},
+                 {"relative_value", args.relative_value.given()},
+                 {"relative_bias_factor", scores.relative_bias.factor != nullptr}};
+  for (const auto& [role, is_given] : refused) {
+    if (is_given) return Status::Error(std::string("attention on CUDA takes no ") + role);
+  }
   if (KvType(args.shape) != args.shape.dtype) {
     const bool has_mean = AttendsAllKeys(args.mask.empty_rows);
     if (!IsQuantized(args.shape.kv_dtype) || has_mean) {

@@ -32,6 +32,10 @@ Status CheckScores(const ScoreArgs& scores) {
     return Status::Error("a relative bias has an odd number of entries, found " +
                          std::to_string(scores.relative_bias.size));
   }
+  if (scores.relative_bias.factor != nullptr &&
+      (scores.relative_bias.table == nullptr || !IsFloat(scores.relative_bias.factor_dtype))) {
+    return Status::Error("factors of a relative bias are fp32, fp16 or bf16, and beside one");
+  }
   if (scores.sink.data != nullptr && !IsFloat(scores.sink.dtype)) {
     return Status::Error("sinks are fp32, fp16 or bf16, found data type " + TypeText(scores.sink.dtype));
   }
@@ -146,6 +150,42 @@ Status CheckSequences(const AttentionArgs& args) {
   return Status();
 }
 
+Status CheckRelativeTable(const RelativeTable& table, int64_t size, bool has_further_column) {
+  if (!table.given()) return Status();
+  if (!IsFloat(table.dtype)) {
+    return Status::Error("a table of relative positions is fp32, fp16 or bf16, found data type " +
+                         TypeText(table.dtype));
+  }
+  const RelativeRows& index = table.index;
+  if (table.columns != size && !(has_further_column && table.columns == size + 1)) {
+    return Status::Error("a table of relative positions has " + std::to_string(table.columns) +
+                         " columns, expected those of its vectors, " + std::to_string(size));
+  }
+  if (index.row == nullptr) return Status();  // of a device, which refuses it
+  if (index.count >= 1 && 0 <= index.first_row && index.first_row <= index.last_row && index.last_row < table.rows) {
+    return Status();
+  }
+  return Status::Error("pairs name rows that a table of relative positions does not have");
+}
+
+Status CheckRelative(const AttentionArgs& args) {
+  const ScoreArgs& scores = args.scores;
+  if (scores.relative_key[1].given() && !scores.relative_key[0].given()) {
+    return Status::Error("a second table of keys is given, expected none without the first");
+  }
+  for (const RelativeTable* table : {&scores.relative_key[0], &scores.relative_key[1], &scores.relative_query}) {
+    STOF_RETURN_IF_ERROR(CheckRelativeTable(*table, args.shape.D, true));
+  }
+  STOF_RETURN_IF_ERROR(CheckRelativeTable(args.relative_value, args.shape.Dv, false));
+  if (!scores.has_relative_tables() && !args.relative_value.given()) return Status();
+  if (args.kv.columns != nullptr || args.kv.pages.given() || args.shape.kv_dtype != DType::kUndefined ||
+      args.mask.fixed.window() != nullptr || (args.kv.key_ends != nullptr && !args.sequences.given())) {
+    return Status::Error(
+        "tables of relative positions go with no KV cache, quantized keys, gathered columns and causal windows");
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status Check(const AttentionArgs& args) {
@@ -157,7 +197,8 @@ Status Check(const AttentionArgs& args) {
   STOF_RETURN_IF_ERROR(CheckWindow(args));
   STOF_RETURN_IF_ERROR(CheckColumns(args));
   STOF_RETURN_IF_ERROR(CheckPages(args));
-  return CheckSequences(args);
+  STOF_RETURN_IF_ERROR(CheckSequences(args));
+  return CheckRelative(args);
 }
 
 }  // namespace stof

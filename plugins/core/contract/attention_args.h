@@ -10,6 +10,7 @@
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/kv_scale.h"
+#include "plugins/core/contract/relative_table.h"
 #include "plugins/core/mask/block_mask.h"
 #include "plugins/core/mask/dynamic_mask.h"
 
@@ -50,11 +51,15 @@ struct PairBias {
 };
 
 // Added to the score of query i and key j: table[h * stride_h + clamp(j - (query_position + i), -R, R) + R],
-// R = size / 2.
+// R = size / 2, times the factor of the query.
 struct RelativeBias {
   const float* table = nullptr;  // nullptr: none
   int64_t size = 0, stride_h = 0;
   int64_t query_position = 0;  // of query 0
+  // [B, H, S] by strides, 0 on a broadcast axis; nullptr: 1 for all.
+  const void* factor = nullptr;
+  DType factor_dtype = DType::kUndefined;
+  int64_t factor_stride_b = 0, factor_stride_h = 0;
 };
 
 // [H], a logit that joins each row's softmax without a value.
@@ -69,6 +74,12 @@ struct ScoreArgs {
   PairBias bias;
   RelativeBias relative_bias;
   SinkLogits sink;
+  // Added to the products of queries and keys, inside scale and softcap: a query times its row of a table for each key,
+  // and a key times its row for each query. CPU only.
+  RelativeTable relative_key[2], relative_query;
+  bool has_relative_tables() const {
+    return relative_key[0].given() || relative_key[1].given() || relative_query.given();
+  }
 };
 
 // ---- mask ----
@@ -187,6 +198,8 @@ struct AttentionArgs {
   TensorView query;  // [B, H, S, D]
   TensorView key;    // [B, G, T, D]
   TensorView value;  // [B, G, T, Dv]
+  // Weights also multiply the rows that their pairs name: output += sum of weight * row. CPU only.
+  RelativeTable relative_value;
   ScoreArgs scores;
   MaskArgs mask;
   KvArgs kv;

@@ -28,17 +28,20 @@ constexpr Runtime kRuntime[] = {
 
 class ExprParser {
  public:
-  ExprParser(std::string_view text, const Tables& tables) : text_(text), tables_(tables) {}
+  ExprParser(std::string_view text, const Tables& tables, bool is_integer)
+      : text_(text), tables_(tables), is_integer_(is_integer) {}
 
   Status Run(MaskExpr* expr) {
-    const int root = Or();
+    const int root = is_integer_ ? Sum() : Or();
     if (error_.empty()) {
       Skip();
       if (at_ != text_.size()) Fail("unexpected " + Quote(text_.substr(at_, 8)));
     }
-    if (error_.empty() && !Boolean(root)) Fail("the expression is an integer, expected a condition");
+    if (error_.empty() && !is_integer_ && !Boolean(root)) Fail("the expression is an integer, expected a condition");
+    if (error_.empty() && is_integer_ && Boolean(root)) Fail("the expression is a condition, expected an integer");
     if (!error_.empty()) {
-      return Status::Error("mask expression, column " + std::to_string(at_ + 1) + ": " + error_);
+      return Status::Error((is_integer_ ? "index expression, column " : "mask expression, column ") +
+                           std::to_string(at_ + 1) + ": " + error_);
     }
     *expr = builder_.Build(root);
     return Status();
@@ -267,6 +270,7 @@ class ExprParser {
 
   std::string_view text_;
   const Tables& tables_;
+  const bool is_integer_;  // what the text has to be; else a condition
   ExprBuilder builder_;
   size_t at_ = 0;
   int depth_ = 0;
@@ -281,7 +285,15 @@ Status MaskExpr::Parse(std::string_view text, const Tables& tables, MaskExpr* ex
     return Status::Error("mask expression of " + std::to_string(text.size()) + " bytes, expected at most 65536");
   }
   if (text.find_first_not_of(" \t") == std::string_view::npos) text = "True";
-  return ExprParser(text, tables).Run(expr);
+  return ExprParser(text, tables, false).Run(expr);
+}
+
+Status MaskExpr::ParseInteger(std::string_view text, const Tables& tables, MaskExpr* expr) {
+  *expr = MaskExpr();
+  if (text.size() > static_cast<size_t>(kMaxText)) {
+    return Status::Error("index expression of " + std::to_string(text.size()) + " bytes, expected at most 65536");
+  }
+  return ExprParser(text, tables, true).Run(expr);
 }
 
 }  // namespace stof

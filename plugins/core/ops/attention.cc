@@ -24,6 +24,7 @@ Status AttentionOp::Prepare(const Tensor* inputs, int input_count) {
     if (tensor.dtype == DType::kUndefined) return Status();  // not constant: parsed in each run
     tables.emplace_back(attributes_.operands[i], tensor);
   }
+  STOF_RETURN_IF_ERROR(relative_.Fix(tables));
   return mask_.Fix(tables);
 }
 
@@ -56,6 +57,9 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   Tables& given = problem.given;
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
+  if (!context.on_cuda) {
+    STOF_RETURN_IF_ERROR(relative_.Bind(given, problem.sizes, &args, &problem.relative_rows));
+  }
   args.output.data = outputs[0].data;
   if (problem.sequences.given()) STOF_RETURN_IF_ERROR(problem.sequences.Bind(context, &args));
   problem.Split();
@@ -88,7 +92,7 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
   const std::string& role = attributes_.operands[static_cast<size_t>(index - kTypedInputs)];
   if (role == "unused") return true;
   if (role == "pad") return IsPadType(dtype);
-  if (role == "bias" || role == "sink") return dtype == typed || dtype == DType::kF32;
+  if (role == "bias" || role == "sink" || role == "relative_bias_factor" || IsRelativeRole(role)) return dtype == typed || dtype == DType::kF32;
   if (role == "relative_bias") return dtype == DType::kF32;
   if (IsSequenceRole(role)) return dtype == DType::kI32;
   const bool integer = dtype == DType::kI32 || dtype == DType::kI64;
@@ -96,7 +100,12 @@ bool AttentionOp::IsTypeAllowed(int index, DType dtype, DType typed) const {
 }
 
 Status AttentionOp::CheckTarget(Target target) const {
-  if (target != Target::kTensorRt || !attributes_.sequences.given()) return Status();
+  if (target != Target::kTensorRt) return Status();
+  for (const std::string& role : attributes_.operands) {
+    if (role != "relative_bias_factor" && !IsRelativeRole(role)) continue;
+    return Status::Error("attribute operands names " + role + ", which TensorRT does not take: it is for ONNX Runtime");
+  }
+  if (!attributes_.sequences.given()) return Status();
   return Status::Error("attribute operands names " +
                        attributes_.operands[static_cast<size_t>(attributes_.sequences.cumulative)] +
                        ", expected none of packed sequences on TensorRT: they are for ONNX Runtime");
@@ -166,7 +175,8 @@ bool AttentionOp::CanGatherColumns(const AttentionMask& mask, const AttentionArg
                                    std::shared_ptr<const ColumnSource::Gathered>* gathered) {
   if (mask.columns == nullptr || args.sequences.given() || args.shape.S <= kUncachedRows || args.shape.T == 0 ||
       args.mask.pad != nullptr || args.scores.bias.data != nullptr || args.scores.relative_bias.table != nullptr ||
-      args.mask.dynamic != nullptr || AttendsAllKeys(args.mask.empty_rows)) {
+      args.mask.dynamic != nullptr || AttendsAllKeys(args.mask.empty_rows) || args.scores.has_relative_tables() ||
+      args.relative_value.given()) {
     return false;
   }
   *gathered = mask.columns->Get(args.shape.H, args.shape.G, args.shape.T, args.shape.T);
@@ -259,7 +269,7 @@ const OpDescription* AttentionDescription() {
       {"query_offset", AttributeType::kInt}, {"empty_rows", AttributeType::kString},
       {"operands", AttributeType::kString},  {"results", AttributeType::kString},
       {"allow_tf32", AttributeType::kInt},   {"kernel", AttributeType::kString},
-      {"tile", AttributeType::kString}};
+      {"tile", AttributeType::kString},      {"relative_index", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofAttention";

@@ -13,6 +13,7 @@
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/mask/attention_mask.h"
+#include "plugins/core/ops/attention_relative.h"
 
 namespace stof {
 
@@ -51,6 +52,7 @@ struct AttentionAttributes {
   std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
   SequenceRoles sequences;
+  std::array<std::string, kRelativeRoleCount> relative_index;  // expressions of kRelativeRoles
   bool lse = false;  // the second output is asked for
 };
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);

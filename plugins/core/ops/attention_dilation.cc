@@ -20,11 +20,11 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   AttentionShape& shape = args->shape;
   if (m == 1 || shape.S % m != 0 || shape.T % m != 0 || sizes->P % m != 0) return false;
   if (shape.S / m < kMinResidueLength || shape.T / m < kMinResidueLength) return false;
-  // Biases and LSE would need strides of their own. A fully masked row that attends to all keys means those of every
+  // Biases, tables of relative positions and LSE would need strides of their own. A fully masked row that attends to all keys means those of every
   // class.
   const ScoreArgs& scores = args->scores;
   if (AttendsAllKeys(args->mask.empty_rows) || scores.bias.data != nullptr || scores.relative_bias.table != nullptr ||
-      args->output.lse != nullptr) {
+      args->output.lse != nullptr || scores.has_relative_tables() || args->relative_value.given()) {
     return false;
   }
   const std::array<HeadStrides, 4> views = {{{shape.H, &args->query.stride},

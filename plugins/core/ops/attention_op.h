@@ -25,7 +25,8 @@ class AttentionOp final : public Op {
       : attributes_(std::move(attributes)),
         output_rules_(OutputRules(attributes_)),
         lse_rules_(LseRules(attributes_)),
-        mask_(attributes_.mask) {}
+        mask_(attributes_.mask),
+        relative_(attributes_.relative_index) {}
 
   Status Prepare(const Tensor* inputs, int input_count) override;
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
@@ -49,6 +50,7 @@ class AttentionOp final : public Op {
     Tables given;  // operands by role
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
+    RelativeIndices::Rows relative_rows;
 
     // Whether nothing but the key padding mask forbids a key.
     bool is_pad_alone() const { return mask->parts.fixed.empty() && mask->parts.dynamic.empty(); }
@@ -103,6 +105,7 @@ class AttentionOp final : public Op {
   AttentionAttributes attributes_;
   std::vector<DimRule> output_rules_, lse_rules_;
   AttentionMaskSource mask_;
+  RelativeIndices relative_;
   PreparedMask prepared_;
   mutable Keeper keeper_;
 };

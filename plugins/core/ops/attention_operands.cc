@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/ops/attention_shapes.h"
 
 namespace stof {
@@ -21,6 +22,68 @@ Status BindRelativeBias(const Tensor& bias, const AttentionShape& shape, Relativ
   bound->size = bias.dims[1];
   bound->stride_h = bias.dims[0] == 1 ? 0 : bias.dims[1];
   return Status();
+}
+
+// relative_bias_factor, [B or 1, H or 1, S].
+Status BindFactor(const Tensor& factor, const AttentionShape& shape, RelativeBias* bound) {
+  if (factor.dtype != shape.dtype && factor.dtype != DType::kF32) {
+    return Status::Error("relative_bias_factor has data type " + TypeText(factor.dtype) +
+                         ", expected that of query or fp32");
+  }
+  if (factor.rank != 3 || (factor.dims[0] != 1 && factor.dims[0] != shape.B) ||
+      (factor.dims[1] != 1 && factor.dims[1] != shape.H) || factor.dims[2] != shape.S) {
+    return Status::Error("relative_bias_factor has shape " + ShapeText(factor) + ", expected [1 or " +
+                         std::to_string(shape.B) + ", 1 or " + std::to_string(shape.H) + ", " +
+                         std::to_string(shape.S) + "]");
+  }
+  bound->factor = factor.data;
+  bound->factor_dtype = factor.dtype;
+  bound->factor_stride_h = factor.dims[1] == 1 ? 0 : shape.S;
+  bound->factor_stride_b = factor.dims[0] == 1 ? 0 : factor.dims[1] * shape.S;
+  return Status();
+}
+
+// The vectors that rows of a table are multiplied with, or added to: their size, and the most rows.
+struct RelativeKind {
+  int64_t size = 0, most_rows = 0;
+  bool has_further_column = false;
+};
+
+Status BindRelativeTable(const std::string& role, const Tensor& table, const AttentionShape& shape,
+                         const RelativeKind& kind, RelativeTable* bound) {
+  if (table.dtype != shape.dtype && table.dtype != DType::kF32) {
+    return Status::Error(role + " has data type " + TypeText(table.dtype) + ", expected that of query or fp32");
+  }
+  const int64_t least_rows = shape.S == 0 || shape.T == 0 ? 0 : 1;
+  if (table.rank != 3 || (table.dims[0] != 1 && table.dims[0] != shape.H) || table.dims[1] < least_rows ||
+      table.dims[1] > kind.most_rows ||
+      (table.dims[2] != kind.size && !(kind.has_further_column && table.dims[2] == kind.size + 1))) {
+    const std::string columns = std::to_string(kind.size) +
+                                (kind.has_further_column ? " or " + std::to_string(kind.size + 1) : std::string());
+    return Status::Error(role + " has shape " + ShapeText(table) + ", expected [1 or " + std::to_string(shape.H) +
+                         ", 1 to " + std::to_string(kind.most_rows) + ", " + columns + "]");
+  }
+  bound->data = table.data;
+  bound->dtype = table.dtype;
+  bound->rows = table.dims[1];
+  bound->columns = table.dims[2];
+  bound->stride_h = table.dims[0] == 1 ? 0 : table.dims[1] * table.dims[2];
+  return Status();
+}
+
+Status BindRelative(const std::string& role, const Tensor& tensor, AttentionArgs* args) {
+  ScoreArgs& scores = args->scores;
+  if (role == "relative_bias") return BindRelativeBias(tensor, args->shape, &scores.relative_bias);
+  if (role == "relative_bias_factor") return BindFactor(tensor, args->shape, &scores.relative_bias);
+  const RelativeKind of_scores = {args->shape.D, AttentionLimits::kMostRelativeRows, true};
+  const RelativeKind of_values = {args->shape.Dv, AttentionLimits::kMostRelativeValueRows, false};
+  const auto bind = [&](const RelativeKind& kind, RelativeTable* table) {
+    return BindRelativeTable(role, tensor, args->shape, kind, table);
+  };
+  if (role == "relative_key") return bind(of_scores, &scores.relative_key[0]);
+  if (role == "relative_key1") return bind(of_scores, &scores.relative_key[1]);
+  if (role == "relative_query") return bind(of_scores, &scores.relative_query);
+  return role == "relative_value" ? bind(of_values, &args->relative_value) : Status();
 }
 
 template <typename T, typename NonZero>
@@ -131,8 +194,7 @@ Status BindOperands(const MaskParts& parts, Tables* given, const RunContext& con
     if (role == "unused") continue;
     if (tensor.dtype == DType::kUndefined) return Status::Error("operand " + role + " is missing");
     if (role == "bias") STOF_RETURN_IF_ERROR(BindBias(tensor, args->shape, &args->scores.bias));
-    if (role == "relative_bias")
-      STOF_RETURN_IF_ERROR(BindRelativeBias(tensor, args->shape, &args->scores.relative_bias));
+    STOF_RETURN_IF_ERROR(BindRelative(role, tensor, args));
     if (role == "sink") STOF_RETURN_IF_ERROR(BindSink(tensor, args->shape, &args->scores.sink));
     if (role != "pad") continue;
     pad_seen = true;

@@ -145,8 +145,11 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   text.clear();
   attributes.String("operands", &text);
   a.operands = Words(text);
+  text.clear();
+  attributes.String("relative_index", &text);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
+  STOF_RETURN_IF_ERROR(ParseRelativeIndex(text, &a));
   STOF_RETURN_IF_ERROR(ParseSequences(&a));
   if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {
     return Status::Error("attribute empty_rows is " + Quote(kPolicies[static_cast<int>(a.empty_rows)], kMostQuoted) +

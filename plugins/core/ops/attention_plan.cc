@@ -143,6 +143,8 @@ bool AttentionOp::FillUnknownSizes(int64_t length, std::vector<Tensor>* tensors)
     const std::string& role = attributes_.operands[i - kTypedInputs];
     if (role == "pad" || role == "segment_k") set(&tensor, 1, lengths[1]);
     if (role == "segment_q") set(&tensor, 1, lengths[0]);
+    if (role == "relative_bias_factor") set(&tensor, 1, 1), set(&tensor, 2, lengths[0]);
+    if (IsRelativeRole(role)) set(&tensor, 1, kUsualLength);
     if (role == "bias") {
       for (int axis = 1; axis < tensor.rank; ++axis) set(&tensor, axis, 1);
     }

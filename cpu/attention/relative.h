@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tables of relative positions: their products with queries and keys, which are added to scores, and rows that weights
+// multiply. docs/design/attention-cpu.md has the algorithm.
+#ifndef STOF_CPU_ATTENTION_RELATIVE_H_
+#define STOF_CPU_ATTENTION_RELATIVE_H_
+
+#include <cstdint>
+
+#include "cpu/attention/attention_worker.h"
+#include "cpu/attention/scores.h"
+
+namespace stof {
+namespace cpu {
+namespace {
+
+// ---- packing, once a call ----
+// Row `row` of the table of one head, counted as RelativeRows does.
+inline const char* TableRow(const RelativeTable& table, int64_t head, int64_t row) {
+  const int64_t at = table.index.is_reversed ? table.rows - 1 - row : row;
+  return static_cast<const char*>(table.data) + SizeOf(table.dtype) * (head * table.stride_h + at * table.columns);
+}
+
+// Packs kPanel rows of a table as its kind has them. floats: scratch for them in fp32.
+inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& packed, int64_t head, int64_t panel,
+                           float* floats, int64_t ld) {
+  const RelativeTable& table = *packed.table;
+  const int64_t first = packed.first + panel * kPanel, count = Min(kPanel, table.rows - first);
+  const int64_t size = packed.is_value ? problem.args->shape.Dv : problem.args->shape.D;
+  const float scale = problem.args->scores.scale;
+  if (packed.further != nullptr) {
+    float* const to = packed.further + head * packed.rows + panel * kPanel;
+    for (int64_t j = 0; j < kPanel; ++j) {
+      to[j] = j < count ? scale * ToFloat(TableRow(table, head, first + j), table.dtype, size) : 0.0f;
+    }
+  }
+  const bool is_float = table.dtype == DType::kF32;
+  const float* from = reinterpret_cast<const float*>(TableRow(table, head, first));
+  int64_t stride = table.index.is_reversed ? -table.columns : table.columns;
+  if (!is_float) {
+    for (int64_t j = 0; j < count; ++j) ToFloats(TableRow(table, head, first + j), table.dtype, size, floats + j * ld);
+    from = floats, stride = ld;
+  }
+  float* to = packed.data + head * packed.stride_h;
+  if (packed.is_panels) return PackPanel(from, stride, count, size, to + panel * kPanel * size);
+  to += panel * kPanel * packed.ld;
+  const float factor = packed.is_value ? 1.0f : scale;
+  for (int64_t j = 0; j < kPanel; ++j, to += packed.ld) {
+    for (int64_t d = 0; d < packed.ld; ++d) to[d] = j < count && d < size ? factor * from[j * stride + d] : 0.0f;
+  }
+}
+
+// ---- the products of queries ----
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::BeginRelative() {
+  const RelativeTables& relative = *problem_.relative;
+  const int64_t strips = (rows_ + kStrip - 1) / kStrip;
+  for (int term = 0; term < 2; ++term) {
+    for (int64_t i = 0; i < strips * relative.key[term].capacity; ++i) scratch_.panels_of[term][i] = -1;
+  }
+}
+
+// Scores of up to six rows with `panels` panels, as many as a block has at most.
+template <bool kInPlace>
+inline void AttentionWorker<kInPlace>::PanelScores(int rows, const float* q, int64_t ldq, const float* keys, int panels,
+                                                   const float* start, float* s, int64_t lds) const {
+  const int64_t size = args_.shape.D, stride = size * kPanel;
+  if constexpr (kBlockPanels == 1) {
+    for (int c = 0; c < kPanel; c += kVectors * kWidth) {
+      StripScores<kVectors>(rows, q, ldq, size, keys + c, stride, start, s + c, lds);
+    }
+  } else {
+    if (panels == 4) StripScores<4>(rows, q, ldq, size, keys, stride, start, s, lds);
+    if (panels == 3) StripScores<3>(rows, q, ldq, size, keys, stride, start, s, lds);
+    if (panels == 2) StripScores<2>(rows, q, ldq, size, keys, stride, start, s, lds);
+    if (panels == 1) StripScores<1>(rows, q, ldq, size, keys, stride, start, s, lds);
+  }
+}
+
+// Has the ring of a strip hold the products with panels [first, last) of a table. A strip keeps them for later key
+// tiles: neighbours share most of their rows.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64_t last) const {
+  const PackedTable& table = problem_.relative->key[term];
+  const int64_t ld = RingStride(table), head = table.heads == 1 ? 0 : h_;
+  int32_t* const tags = scratch_.panels_of[term] + row / kStrip * table.capacity;
+  float* const ring = scratch_.products[term] + row * ld;
+  const int rows = rows_ - row;
+  for (int64_t p = first; p < last;) {
+    const int64_t slot = p & (table.capacity - 1);
+    int count = 0;
+    for (; count < kBlockPanels && p + count < last && slot + count < table.capacity; ++count) {
+      if (tags[slot + count] == p + count) break;
+      tags[slot + count] = static_cast<int32_t>(p + count);
+    }
+    if (count == 0) {
+      ++p;
+      continue;
+    }
+    const int64_t at = p * kPanel - table.first;
+    float* const to = ring + slot * kPanel;
+    PanelScores(rows, scratch_.q + row * scratch_.ldq, scratch_.ldq,
+                table.data + head * table.stride_h + at * args_.shape.D, count, kNoStart, to, ld);
+    const float* const further = table.further == nullptr ? nullptr : table.further + head * table.rows + at;
+    for (int r = 0; r < Min(kStrip, rows); ++r) {
+      for (int c = 0; c < count * kPanel && further != nullptr; c += kWidth) {
+        Simd::Store(to + r * ld + c, Simd::Add(Simd::Load(to + r * ld + c), Simd::Load(further + c)));
+      }
+      // Loads of neighbouring rows may begin in the last slot and end in the first one.
+      for (int c = 0; c < kPanel && slot == 0; c += kWidth) {
+        Simd::Store(to + r * ld + table.capacity * kPanel + c, Simd::Load(to + r * ld + c));
+      }
+    }
+    p += count;
+  }
+}
+
+// Distances j - i whose neighbours name equal or neighbouring rows: 16 keys in order name 16 rows at most.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const {
+  const PackedTable& table = problem_.relative->key[term];
+  const RelativeRows& index = table.table->index;
+  const int64_t ld = RingStride(table), mask = table.capacity * kPanel - 1;
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  const int64_t query = index.QueryPart(query_position_ + row0_ + strip.row), key = key_position_ + key0;
+  for (int i = 0; i < strip.run_count; ++i) {
+    const int first = strip.runs[i].first, last = static_cast<int>(RoundUp(strip.runs[i].last, kPanel));
+    const int32_t* const named = index.row + (key - query - index.low);  // of key 0 of the tile and the first query
+    FillRing(term, strip.row, named[first - (rows - 1)] / kPanel, named[last - 1] / kPanel + 1);
+    for (int r = 0; r < rows; ++r) {
+      const float* const ring = scratch_.products[term] + (strip.row + r) * ld;
+      float* const to = s + r * problem_.n;
+      for (int c = first; c < last; c += kWidth) {
+        const int32_t* const at = named + c - r;
+        const float* const from = ring + (at[0] & mask);
+        const V x = at[kWidth - 1] - at[0] == kWidth - 1 ? Simd::Load(from) : Simd::Pick(from, at, at[0]);
+        Simd::Store(to + c, Simd::Add(Simd::Load(to + c), x));
+      }
+    }
+  }
+}
+
+// Any rows: look-ups one by one, except where a vector of keys names neighbouring rows for each query (grids).
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::AddAnyProducts(int term, const Strip& strip, float* s, int64_t key0) const {
+  const PackedTable& table = problem_.relative->key[term];
+  const RelativeRows& index = table.table->index;
+  const int64_t ld = RingStride(table), mask = table.capacity * kPanel - 1;
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  const int32_t* const tags = scratch_.panels_of[term] + strip.row / kStrip * table.capacity;
+  const auto need = [&](int64_t low, int64_t high) {
+    for (int64_t p = low / kPanel; p <= high / kPanel; ++p) {
+      if (tags[p & (table.capacity - 1)] != p) FillRing(term, strip.row, p, p + 1);
+    }
+  };
+  for (int i = 0; i < strip.run_count; ++i) {
+    for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) {
+      int32_t part[kWidth], least = 0, span = 0;
+      for (int l = 0; l < kWidth; ++l) {
+        part[l] = static_cast<int32_t>(index.KeyPart(key_position_ + key0 + c + l));
+        least = l == 0 || part[l] < least ? part[l] : least;
+      }
+      for (const int32_t one : part) span = one - least > span ? one - least : span;
+      const bool is_vector = index.is_linear && span < kWidth;
+      for (int r = 0; r < rows; ++r) {
+        const int32_t* const named =
+            index.row - index.low - index.QueryPart(query_position_ + row0_ + strip.row + r);
+        const float* const ring = scratch_.products[term] + (strip.row + r) * ld;
+        float* const to = s + r * problem_.n + c;
+        if (is_vector) {
+          need(named[least], named[least + span]);
+          Simd::Store(to, Simd::Add(Simd::Load(to), Simd::Pick(ring + (named[least] & mask), part, least)));
+          continue;
+        }
+        for (int l = 0; l < kWidth; ++l) {
+          const int64_t row = named[part[l]];
+          need(row, row);
+          to[l] += ring[row & mask];
+        }
+      }
+    }
+  }
+}
+
+// ---- the products of keys ----
+// Fills scratch_.key_terms with the products of the keys of a tile and the rows that each query of the row tile names.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float* packed) const {
+  const PackedTable& table = problem_.relative->query;
+  const RelativeRows& index = table.table->index;
+  const bool is_distance = index.is_stepwise && index.key_part == nullptr;
+  constexpr int kPanels = kKeyBlock / kPanel;
+  for (int c = 0; c < keys; c += kKeyBlock) {
+    // The rows of a block: those of strips that attend one of its keys.
+    int first = -1, last = 0;
+    for (int row = 0; row < rows_; row += kRows) {
+      Strip strip;
+      strip.row = row;
+      FindPanels(keys, &strip);
+      if ((strip.active >> (c / kPanel) & ((1u << kPanels) - 1u)) == 0) continue;
+      if (first < 0) first = row;
+      last = static_cast<int>(Min(row + kRows, rows_));
+    }
+    if (first < 0) continue;
+    const float* const block = packed + c / kPanel * args_.shape.D * kPanel;
+    const int count = static_cast<int>(Min(kKeyBlock, RoundUp(keys, kPanel) - c));
+    if (is_distance) {
+      DistanceKeyProducts(first, last, key0 + c, count, block, scratch_.key_terms + c);
+    } else {
+      AnyKeyProducts(first, last, key0 + c, count, block, scratch_.key_terms + c);
+    }
+  }
+}
+
+// Products of rows [row, row + count) of the table and a block of packed keys.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const {
+  const PackedTable& table = problem_.relative->query;
+  const int64_t head = table.heads == 1 ? 0 : h_, at = row - table.first;
+  const float* const rows = table.data + head * table.stride_h + at * table.ld;
+  const float* const further = table.further == nullptr ? nullptr : table.further + head * table.rows + at;
+  for (int r = 0; r < count; r += kStrip) {
+    float start[kStrip] = {};
+    for (int i = 0; i < kStrip && further != nullptr; ++i) start[i] = r + i < count ? further[r + i] : 0.0f;
+    for (int p = 0; p < keys / kPanel; p += kBlockPanels) {
+      PanelScores(count - r, rows + r * table.ld, table.ld, packed + p * args_.shape.D * kPanel,
+                  static_cast<int>(Min(kBlockPanels, keys / kPanel - p)), start, to + r * kKeyBlock + p * kPanel,
+                  kKeyBlock);
+    }
+  }
+}
+
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
+                                                    float* to) const {
+  const RelativeRows& index = problem_.relative->query.table->index;
+  // Of the first key of the block and the first query.
+  const int32_t* const named =
+      index.row + (key_position_ + key0 - index.QueryPart(query_position_ + row0_) - index.low);
+  const int64_t low = named[1 - last], high = named[keys - 1 - first];
+  RowProducts(low, static_cast<int>(high - low) + 1, keys, packed, scratch_.key_products);
+  for (int r = first; r < last; ++r) {
+    for (int c = 0; c < keys; c += kWidth) {
+      const int32_t* const at = named + c - r;
+      const float* from = scratch_.key_products + (at[0] - low) * kKeyBlock + c;
+      V x = Simd::Load(from);
+      if (at[kWidth - 1] - at[0] == kWidth - 1) {
+#pragma GCC unroll 16
+        for (int l = 1; l < kWidth; ++l) x = Simd::Where(1u << l, Simd::Load(from + l * kKeyBlock), x);
+      } else {
+        for (int32_t row = at[0] + 1; row <= at[kWidth - 1]; ++row) {
+          from += kKeyBlock;
+          x = Simd::WhereIs(at, row, Simd::Load(from), x);
+        }
+      }
+      Simd::Store(to + r * problem_.n + c, x);
+    }
+  }
+}
+
+// Rows one by one; groups of four are computed together and kept while they last.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::AnyKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
+                                               float* to) const {
+  const RelativeRows& index = problem_.relative->query.table->index;
+  for (int i = 0; i < kKeyGroups; ++i) scratch_.key_tags[i] = -1;
+  for (int r = first; r < last; ++r) {
+    const int32_t* const named = index.row - index.low - index.QueryPart(query_position_ + row0_ + r);
+    for (int c = 0; c < keys; ++c) {
+      const int32_t row = named[index.KeyPart(key_position_ + key0 + c)], group = row / kGroupRows;
+      const int slot = group % kKeyGroups;
+      float* const products = scratch_.key_products + slot * kGroupRows * kKeyBlock;
+      if (scratch_.key_tags[slot] != group) {
+        scratch_.key_tags[slot] = group;
+        RowProducts(group * int64_t{kGroupRows}, kGroupRows, keys, packed, products);
+      }
+      to[r * problem_.n + c] = products[row % kGroupRows * kKeyBlock + c];
+    }
+  }
+}
+
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::AddRelativeProducts(const Strip& strip, float* s, int64_t key0) const {
+  const RelativeTables& relative = *problem_.relative;
+  for (int term = 0; term < 2; ++term) {
+    const RelativeTable* const table = relative.key[term].table;
+    if (table == nullptr) continue;
+    if (table->index.is_stepwise && table->index.key_part == nullptr) {
+      AddDistanceProducts(term, strip, s, key0);
+    } else {
+      AddAnyProducts(term, strip, s, key0);
+    }
+  }
+  if (relative.query.table == nullptr) return;
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  for (int r = 0; r < rows; ++r) {
+    const float* const terms = scratch_.key_terms + (strip.row + r) * problem_.n;
+    ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
+      Simd::Store(at, Simd::Add(Simd::Load(at), Simd::Load(terms + column)));
+    });
+  }
+}
+
+// ---- rows that weights multiply ----
+// Adds the weights of a strip to the sum of their rows: w[query][row of the table].
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::AddRowWeights(const Strip& strip, const float* p, int64_t key0) const {
+  const PackedTable& table = problem_.relative->value;
+  const RelativeRows& index = table.table->index;
+  const bool is_distance = index.is_stepwise && index.key_part == nullptr;
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  for (int r = 0; r < rows; ++r) {
+    float* const w = scratch_.row_weights + (strip.row + r) * table.WeightStride() - table.first;
+    const int64_t query = index.QueryPart(query_position_ + row0_ + strip.row + r);
+    const int32_t* const named = index.row - index.low - query;
+    for (int i = 0; i < strip.run_count; ++i) {
+      for (int c = strip.runs[i].first; c < strip.runs[i].last; c += kWidth) {
+        const float* const weight = p + r * problem_.n + c;
+        const int64_t key = key_position_ + key0 + c;
+        if (is_distance) {
+          const int32_t low = named[key], high = named[key + kWidth - 1];
+          if (high - low == kWidth - 1) {
+            Simd::Store(w + low, Simd::Add(Simd::Load(w + low), Simd::Load(weight)));
+            continue;
+          }
+          if (high == low) {
+            w[low] += Simd::ReduceAdd(Simd::Load(weight));
+            continue;
+          }
+        }
+        for (int l = 0; l < kWidth; ++l) w[named[index.KeyPart(key + l)]] += weight[l];
+      }
+    }
+  }
+}
+
+// Adds the rows times the sums of their weights to row r of the output. A row without weight is not read: it may hold
+// NaN.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::AddRowValues(int r, float* to) const {
+  const PackedTable& table = problem_.relative->value;
+  const float* const w = scratch_.row_weights + r * table.WeightStride();
+  const float* values = table.data + (table.heads == 1 ? 0 : HeadOf(r)) * table.stride_h;
+  for (int64_t i = 0; i < table.rows; ++i, values += table.ld) {
+    if (w[i] == 0.0f) continue;
+    const V weight = Simd::Set1(w[i]);
+    for (int64_t d = 0; d < table.ld; d += kWidth) {
+      Simd::Store(to + d, Simd::Fma(weight, Simd::Load(values + d), Simd::Load(to + d)));
+    }
+  }
+}
+
+// The mean of all values and of the rows that query r names for their keys.
+template <bool kInPlace>
+const float* AttentionWorker<kInPlace>::AddMeanRowValues(int r) const {
+  const PackedTable& table = problem_.relative->value;
+  const RelativeRows& index = table.table->index;
+  float* const w = scratch_.row_weights + r * table.WeightStride();
+  for (int64_t i = 0; i < table.rows; ++i) w[i] = 0.0f;
+  const int32_t* const named = index.row - index.low - index.QueryPart(query_position_ + row0_ + QueryOf(r));
+  for (int64_t k = 0; k < key_end_; ++k) w[named[index.KeyPart(key_position_ + k)] - table.first] += 1.0f;
+  for (int64_t i = 0; i < table.rows; ++i) w[i] /= static_cast<float>(key_end_);
+  for (int64_t d = 0; d < scratch_.ldo; ++d) scratch_.row[d] = d < args_.shape.Dv ? scratch_.mean[d] : 0.0f;
+  AddRowValues(r, scratch_.row);
+  return scratch_.row;
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ATTENTION_RELATIVE_H_
