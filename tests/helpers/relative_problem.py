@@ -59,9 +59,7 @@ class RelativeProblem:
         """The row of each pair, [S, T]."""
         names = {name: Lookup(array) for name, array in self.constants.items()}
         q, k = (np.arange(S) + P)[:, None], np.arange(T)[None, :]
-        found = eval(  # noqa: S307 - expressions of these tests
-            table.index, {"__builtins__": {}}, {"q": q, "k": k, "S": S, "T": T, "P": P, **FUNCTIONS, **names}
-        )
+        found = eval(table.index, {"__builtins__": {}}, {"q": q, "k": k, "S": S, "T": T, "P": P, **FUNCTIONS, **names})
         clipped: np.ndarray = np.clip(np.broadcast_to(found, (S, T)), 0, table.rows.shape[1] - 1)
         return clipped
 

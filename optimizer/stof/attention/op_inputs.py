@@ -24,9 +24,11 @@ NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
     "relative_bias": np.zeros((1, 1), np.float32),
+    "relative_bias_factor": np.zeros((1, 1, 1), np.float32),
     "relative_key": np.zeros((1, 1, 1), np.float32),
     "relative_key1": np.zeros((1, 1, 1), np.float32),
     "relative_query": np.zeros((1, 1, 1), np.float32),
+    "relative_value": np.zeros((1, 1, 1), np.float32),
     "sink": np.zeros(1, np.float32),
     "segment_q": np.zeros((1, 1), np.int64),
     "segment_k": np.zeros((1, 1), np.int64),
@@ -66,7 +68,7 @@ def build_operands(
     if mask.relative is not None:
         tensors["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if mask.relative_terms:
-        tensors |= build_tables(editor, symbolic, mask, site.dtype, extra)
+        tensors |= build_tables(editor, symbolic, mask, site.dtype, site.head_size, extra)
     if site.sink is not None:
         tensors["sink"] = _sink_operand(editor, symbolic, site, extra)
     return [tensors[slot] if slot in tensors else _unused_operand(editor, slot) for slot in slots]

@@ -228,6 +228,8 @@ class RelativeTable:
         factor: by which the rows are multiplied.
         shift: fp32 [H or 1, D] that the graph adds to queries (or keys) before they meet the rows, beyond what the site adds;
             its product with the rows is column D + 1. Empty: there is none.
+        shift_heads: H or 1.
+        data: the rows themselves, fp32 [L, D], where the graph holds them for pairs alone; ``tensor`` is no part then.
     """
 
     tensor: str
@@ -237,6 +239,11 @@ class RelativeTable:
     factor: float = 1.0
     shift: bytes = b""
     shift_heads: int = 1
+    data: bytes = b""
+
+    def rows_array(self, columns: int) -> np.ndarray | None:
+        """The rows as an array [L, ``columns``], where they are data."""
+        return np.frombuffer(self.data, np.float32).reshape(-1, columns) if self.data else None
 
     def shift_array(self) -> np.ndarray | None:
         """The shift as an array [H or 1, D]."""

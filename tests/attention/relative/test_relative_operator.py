@@ -11,10 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.helpers.relative_problem import RelativeProblem, Table
 
 from stof.attention.checks.reference import random_padding, random_problem
 from stof.mask.site import EmptyRows
-from tests.helpers.relative_problem import RelativeProblem, Table
 
 DISTANCES = "k - q + S + P - 1"  # a row for each
 LINES = {
@@ -108,7 +108,14 @@ def test_long(rng: np.random.Generator) -> None:
         make(rng, {role: LINES["rising"]}, B=1, H=2, S=2000, T=2000, D=8, Dv=8).check()
 
 
-MASKS = ("k <= q", "abs(q - k) <= 16", "q - k < 128 and k <= q", "(q + k) % 3 != 0", "h % 2 == 0 or k <= q", "q < 20 and k < 30")
+MASKS = (
+    "k <= q",
+    "abs(q - k) <= 16",
+    "q - k < 128 and k <= q",
+    "(q + k) % 3 != 0",
+    "h % 2 == 0 or k <= q",
+    "q < 20 and k < 30",
+)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -181,7 +181,7 @@ class AttentionChecks(SiteChecks):
             tensors += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
             tensors += [site.query_factor[1]] if site.query_factor is not None else []
             tensors += [o.tensor for o in rewrite.mask.operands]
-            tensors += [t.table.tensor for t in rewrite.mask.relative_terms]
+            tensors += [t.table.tensor for t in rewrite.mask.relative_terms if t.table.tensor]
         drawn = [n for n in tensors if n not in initializers]
         return [n for n in dict.fromkeys([*heads, *drawn]) if n not in inputs]
 

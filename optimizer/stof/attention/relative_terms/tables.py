@@ -16,10 +16,10 @@ _SAME = 1e-7  # a factor that differs from 1 by rounding of the graph's own numb
 
 
 def build_tables(
-    editor: Editor, symbolic: Symbolic, mask: LiftedMask, dtype: int, extra: list[gs.Node]
+    editor: Editor, symbolic: Symbolic, mask: LiftedMask, dtype: int, columns: int, extra: list[gs.Node]
 ) -> dict[str, gs.Tensor]:
     """The tables of a site's relative terms by role; nodes that compute them are appended to ``extra``."""
-    return {term.role: _build_table(editor, symbolic, term, dtype, extra) for term in mask.relative_terms}
+    return {t.role: _build_table(editor, symbolic, t, (dtype, columns), extra) for t in mask.relative_terms}
 
 
 def relative_index_of(mask: LiftedMask) -> str:
@@ -43,10 +43,18 @@ def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([array, array @ shift[:, :, None]], axis=2)
 
 
-def _build_table(editor: Editor, symbolic: Symbolic, term: RelativeTerm, dtype: int, extra: list[gs.Node]) -> gs.Tensor:
+def _build_table(
+    editor: Editor, symbolic: Symbolic, term: RelativeTerm, wanted: tuple[int, int], extra: list[gs.Node]
+) -> gs.Tensor:
+    """One table; ``wanted``: the operator's element type, and D."""
     table = term.table
-    tensor, own = editor.tensors[table.tensor], symbolic.dtype(table.tensor)
-    tensor = _lay_out(editor, symbolic, table, tensor, own, extra)
+    dtype, columns = wanted
+    data = table.rows_array(columns)
+    if data is not None:
+        tensor, own = editor.initializer("stof_relative_rows", data[None].copy()), int(TensorProto.FLOAT)
+    else:
+        own = symbolic.dtype(table.tensor)
+        tensor = _lay_out(editor, symbolic, table, editor.tensors[table.tensor], own, extra)
     shift = table.shift_array()
     is_scaled = abs(table.factor - 1.0) > _SAME
     if own != TensorProto.FLOAT and (is_scaled or shift is not None or own != dtype):

@@ -66,7 +66,7 @@ def _key(
     return (
         checker.hashes.of_cut(products[0].term.tensor, cut),
         tuple((p.factor, names.index(p.vectors), names.index(p.table.tensor)) for p in products),
-        tuple(replace(p.table, tensor="") for p in products),
+        tuple(replace(p.table, tensor="", data=b"") for p in products),
         products[0].term.view,
         site.dims,
         site.query_offset,
@@ -165,7 +165,7 @@ class _Run:
         _, _, S, T = self.shape
         names = {"S": S, "T": T, "P": self.past, **arrays_of(self.mask.tables)}
         q, k = (np.arange(S) + self.past)[:, None], np.arange(T)[None, :]
-        last = self._table_shape(product)[product.table.row_axis] - 1
+        last = evaluate(product.table.rows, self.sizes) - 1
         rows: np.ndarray = np.clip(index.evaluate({**names, "q": q, "k": k}), 0, last)
         return np.broadcast_to(rows, (S, T))
 
@@ -185,13 +185,19 @@ class _Run:
             raise DoesNotRunError(f"a term does not broadcast to the scores: {error}") from error
 
     def _row_numbers(self, one: Product) -> np.ndarray:
-        return self._numbers(one, one.table.row_axis, 0)
+        numbers = self._numbers(one, one.table.row_axis, 0)
+        if one.table.key_axis is None:
+            return numbers
+        last = self._table_shape(one)[one.table.key_axis] - 1
+        column = self._numbers(one, None, 1)
+        spread: np.ndarray = numbers - self._numbers(one, one.table.key_axis, 0) + last * column
+        return spread
 
     def _head_numbers(self, one: Product) -> np.ndarray:
         return self._numbers(one, one.table.head_axis, 1)
 
     def _numbers(self, one: Product, axis: int | None, first: int) -> np.ndarray:
-        """A table that holds in column 0 the position on an axis, counted from ``first``."""
+        """A table that holds in column 0 the position on an axis, counted from ``first``; without an axis ``first``."""
         shape = self._table_shape(one)
         table = np.zeros(shape, np.float32)
         column = np.moveaxis(table, one.table.column_axis, 0)[:1]

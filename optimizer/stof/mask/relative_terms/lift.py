@@ -237,13 +237,14 @@ class _Lifter:
         heads = 1 if found.head_axis is None else self.site.num_heads
         shift_heads = 1 if shift is None else shift.shape[0]
         table = RelativeTable(
-            found.tensor,
+            "" if found.data else found.tensor,
             found.head_axis,
             found.row_axis,
             found.column_axis,
             product.factor * product.term.scale * match.factor / self.site.scale,
             b"" if shift is None else shift.tobytes(),
             shift_heads,
+            found.data,
         )
         return RelativeTerm(role, table, index, max(heads, shift_heads), product.term)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from stof.mask.from_condition import H
 from stof.mask.relative_terms.contraction import TensorElement, depends_on
 from stof.mask.relative_terms.operands import D
@@ -19,7 +21,11 @@ _MOST_MOVES = 64
 
 @dataclass(frozen=True)
 class FoundTable:
-    """A tensor of rows: its axes, and the row that a pair of query and key reads."""
+    """A tensor of rows: its axes, and the row that a pair of query and key reads.
+
+    With ``key_axis`` the tensor is a constant that holds rows for pairs: the row of positions i on ``row_axis`` and j on
+    ``key_axis`` is i - j plus the last j, and ``data`` has the rows, fp32 [rows, D].
+    """
 
     tensor: str
     head_axis: int | None
@@ -27,6 +33,8 @@ class FoundTable:
     column_axis: int
     row: Int
     rows: Int
+    key_axis: int | None = None
+    data: bytes = b""
 
 
 def find_table(trace: Trace, domain: Domain, element: TensorElement) -> FoundTable | None:
@@ -37,6 +45,9 @@ def find_table(trace: Trace, domain: Domain, element: TensorElement) -> FoundTab
     candidates = list(_walk_back(trace, domain, element))
     for candidate in candidates:
         if "b" not in variables_of(candidate.index) and (found := _read_axes(trace, candidate)) is not None:
+            return found
+    for candidate in candidates:
+        if (found := _read_diagonals(trace, candidate)) is not None:
             return found
     for candidate in candidates:  # a batch axis along which all is equal
         value = trace.element(candidate.tensor, candidate.index)
@@ -80,3 +91,29 @@ def _read_axes(trace: Trace, element: TensorElement) -> FoundTable | None:
     if row is None or column is None:
         return None
     return FoundTable(element.tensor, head, row, column, element.index[row], shape[row])
+
+
+def _read_diagonals(trace: Trace, element: TensorElement) -> FoundTable | None:
+    """The rows of a constant that an exporter gathered for pairs, where they depend on the difference of two positions."""
+    array = trace.symbolic.constant(element.tensor)
+    axes: dict[str, int] = {}
+    for axis, index in enumerate(element.index):
+        names = variables_of(index)
+        word = "column" if index == D else next(iter(names)) if len(names) == 1 and names <= _PAIR else ""
+        if not word or word in axes:
+            return None
+        axes[word] = axis
+    if array is None or axes.keys() != {"q", "k", "column"}:
+        return None
+    pairs = np.transpose(array, [axes["q"], axes["k"], axes["column"]]).astype(np.float32)
+    queries, keys, _ = pairs.shape
+    if 0 in pairs.shape:
+        return None
+    rows = np.concatenate([pairs[0, :0:-1], pairs[:, 0]])  # of differences from 1 - keys to queries - 1
+    numbers = np.arange(queries)[:, None] - np.arange(keys)[None, :] + keys - 1
+    if not np.array_equal(rows[numbers], pairs):
+        return None
+    row = element.index[axes["q"]] - element.index[axes["k"]] + integer(keys - 1)
+    return FoundTable(
+        element.tensor, None, axes["q"], axes["column"], row, integer(len(rows)), axes["k"], rows.tobytes()
+    )
