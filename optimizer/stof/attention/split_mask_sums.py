@@ -7,6 +7,7 @@ mask is not known of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx import TensorProto
@@ -63,15 +64,17 @@ def split_terms(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> A
     return split if before is None or after.expression != before.expression else site
 
 
-def split_filled_terms(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> AttentionSite:
-    """The site with each added ``Where(c, fill, x)`` as x that is added, and scores that c drops.
+def split_filled_terms(
+    index: GraphIndex, symbolic: Symbolic, site: AttentionSite, biases: Sequence[MaskTerm]
+) -> AttentionSite:
+    """The site with each of ``biases`` that is ``Where(c, fill, x)`` as x that is added, and scores that c drops.
 
     The fill is so low that no score shows beside it.
     """
     terms: list[MaskTerm] = []
     for term in site.terms:
-        terms += _split_filled(index, symbolic, term) or [term]
-    unguarded = None if site.unguarded is None else split_filled_terms(index, symbolic, site.unguarded)
+        terms += (_split_filled(index, symbolic, term) if term in biases else []) or [term]
+    unguarded = None if site.unguarded is None else split_filled_terms(index, symbolic, site.unguarded, biases)
     return replace(site, terms=tuple(terms), unguarded=unguarded) if len(terms) > len(site.terms) else site
 
 

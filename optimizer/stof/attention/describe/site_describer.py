@@ -138,8 +138,9 @@ class SiteDescriber:
         roles = relative_roles() if self.options.tuned_for.takes_relative_terms else frozenset()
         if not roles or not mask.bias:
             return site, mask
-        split = split_filled_terms(self.checker.index, self.symbolic, site)
-        for way in dict.fromkeys((split, site)):
+        split = split_filled_terms(self.checker.index, self.symbolic, site, mask.bias)
+        ways = [split, site] if split != site and self._may_split(split, entry) else [site]
+        for way in ways:
             try:
                 before = mask if way == site else with_relative_bias(self.checker, way, self._mask(way, entry))
                 lifted = with_relative_terms(self.checker, way, before, roles)
@@ -150,6 +151,15 @@ class SiteDescriber:
             except UnsupportedError:
                 continue
         return site, mask
+
+    def _may_split(self, split: AttentionSite, entry: SitePlan | None) -> bool:
+        """Whether no one states a mask for a site, or the one that a plan has is that of its split terms."""
+        if split.name in self.options.masks or str(split.index) in self.options.masks:
+            return False
+        try:
+            return entry is None or _is_text_of(entry.mask, self._lift_once(split).expression)
+        except UnsupportedError:
+            return False
 
     def _ignores_rows(self, site: AttentionSite) -> bool:
         """Whether fully masked rows of a site may differ from the graph's."""

@@ -26,6 +26,11 @@ class RelativeProduct:
         """Whether keys meet the rows, not queries."""
         return self.role == "relative_query"
 
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether weights meet the rows, behind the softmax."""
+        return self.role == "relative_value"
+
 
 @dataclass(frozen=True)
 class ScoreVectors:
@@ -47,23 +52,42 @@ def emit_product(
     shape = b.add("Shape", [table])
     count, columns = (b.add("Gather", [shape, b.constant(axis)]) for axis in (1, 2))
     last = b.add("Sub", [count, b.constant(1)])
-    rows = product.index.rows_to_onnx(b, sizes, operands)
-    rows = b.add("Min", [b.add("Max", [rows, b.constant(0)]), last])
+    pairs = _rows(b, product, sizes, operands, last)
     query = vectors.key if product.is_of_keys else vectors.query
     column = ""
     if product.has_column:
         split = b.add("Sub", [columns, b.constant(1)])
         column = b.add("Gather", [table, split], axis=2)
         table = b.add("Slice", [table, b.constant([0]), b.unsqueeze(split, [0]), b.constant([2])])
-    full = b.add("MatMul", [query, b.add("Transpose", [table], perm=[0, 2, 1])])
+    one = b.constant([1, 1, 1])
+    batches = b.add("Concat", [b.unsqueeze(sizes.B, [0]), one], axis=0)  # a MatMul does not broadcast a batch of 0
+    full = b.add("MatMul", [query, b.add("Expand", [b.add("Transpose", [table], perm=[0, 2, 1]), batches])])
     if column:
         full = b.add("Add", [full, b.unsqueeze(b.add("Mul", [column, vectors.scale]), [1])])
     lengths = (sizes.T, sizes.S) if product.is_of_keys else (sizes.S, sizes.T)
-    pairs = b.add("Expand", [rows, _vector(b, sizes.S, sizes.T)])  # an expression may be of one side alone
     pairs = b.add("Transpose", [pairs], perm=[1, 0]) if product.is_of_keys else pairs
     index = b.add("Expand", [pairs, _vector(b, sizes.B, sizes.H, *lengths)])
     term = b.add("GatherElements", [full, index], axis=3)
     return b.add("Transpose", [term], perm=[0, 1, 3, 2]) if product.is_of_keys else term
+
+
+def emit_values(
+    b: Builder, product: RelativeProduct, weights: str, sizes: ScoreSizes, operands: Mapping[str, str]
+) -> str:
+    """Nodes for the sum of rows that a query's pairs name, times weights [B, H, S, T]: [B, H, S, Dv] in fp32."""
+    table = b.add("Cast", [operands[product.role]], to=TensorProto.FLOAT)
+    count = b.add("Gather", [b.add("Shape", [table]), b.constant(1)])
+    pairs = _rows(b, product, sizes, operands, b.add("Sub", [count, b.constant(1)]))
+    rows = b.add("Gather", [table, pairs], axis=1)  # [H or 1, S, T, Dv]
+    sums = b.add("MatMul", [b.unsqueeze(weights, [3]), rows])
+    return b.add("Squeeze", [sums, b.constant([3])])
+
+
+def _rows(b: Builder, product: RelativeProduct, sizes: ScoreSizes, operands: Mapping[str, str], last: str) -> str:
+    """The row of each pair [S, T], clamped into the table."""
+    rows = product.index.rows_to_onnx(b, sizes, operands)
+    rows = b.add("Min", [b.add("Max", [rows, b.constant(0)]), last])
+    return b.add("Expand", [rows, _vector(b, sizes.S, sizes.T)])  # an expression may be of one side alone
 
 
 def _vector(b: Builder, *sizes: str) -> str:
