@@ -72,7 +72,7 @@ def test_what_the_library_answers() -> None:
         assert list(found) == [FP32, FP16, BF16], "messages name types in this order"
         for dtype, one in found.items():
             unit = 8 if target != "cpu" and dtype != FP32 else 1
-            assert one == limits.AttentionLimits(256, unit, 65536, 4194304, 13)
+            assert one == limits.AttentionLimits(256, unit, 65536, 4194304, 18)
     # Packed sequences have no operand that changes nothing: nodes with and without them are other nodes.
     sequences = {"cumulative_sequence_length", "cumulative_key_length", "first_position"}
     assert limits.operand_roles() == {*NEUTRAL, *sequences, "unused"}
@@ -126,7 +126,7 @@ def test_refusals() -> None:
     many = LiftedMask(MASK.expression, (RuntimeOperand("pad", "p"),), tables=tables)
     assert cost_cpu.refusals(problem(mask=many)) == []
     more = LiftedMask(MASK.expression, many.operands, tables=tables, bias=(MaskTerm(TermKind.ADD, "bias"),))
-    assert cost_cpu.refusals(problem(mask=more)) == ["more than 13 operands"]
+    assert cost_cpu.refusals(problem(mask=more)) == ["more than 18 operands"]
     expected = "head size 20 / 64, expected multiples of 8 in fp16 and bf16 on CUDA"
     assert (
         cost_cuda.refusals(problem(head_size=20)) == cost_cuda.refusals(problem(head_size=20, dtype=BF16)) == [expected]

@@ -92,7 +92,8 @@ def check_rows(
     if key in checker.row_runs:
         return
     numbers = set().union(*(e.literals for e in indices), mask.expression.literals)
-    chosen = choose_lengths(numbers)
+    *shorter, longest = choose_lengths(numbers)
+    chosen = [*(n for n in shorter if n <= _LONG), longest]  # rows of long tables were read at one length already
     middle = chosen[len(chosen) // 2]
     cases = [replace(c, batch=1) if c.length > _LONG else c for c in cases_of_lengths(site, mask, chosen, ())]
     cases += [*(Case(2, n, Padding.RIGHT) for n in _SHORT)]
