@@ -122,7 +122,7 @@ def test_refusals() -> None:
     assert cost_cpu.refusals(problem(head_size=0)) == ["head size 0 / 64, expected 1 to 256"]
     assert cost_cpu.refusals(problem(value_head_size=257)) == ["head size 64 / 257, expected 1 to 256"]
     assert cost_cpu.refusals(problem(dtype=11)) == ["element type 11, expected fp32, fp16 or bf16"]
-    tables = tuple((f"table{i}", "bool", (1,), b"\1") for i in range(12))
+    tables = tuple((f"table{i}", "bool", (1,), b"\1") for i in range(17))
     many = LiftedMask(MASK.expression, (RuntimeOperand("pad", "p"),), tables=tables)
     assert cost_cpu.refusals(problem(mask=many)) == []
     more = LiftedMask(MASK.expression, many.operands, tables=tables, bias=(MaskTerm(TermKind.ADD, "bias"),))
