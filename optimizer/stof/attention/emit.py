@@ -114,6 +114,7 @@ def _roles(rewrite: Rewrite) -> set[str]:
     roles = {o.role for o in mask.operands} | {t[0] for t in mask.tables} | mask.expression.vectors
     roles |= {"bias"} if mask.bias else set()
     roles |= {"relative_bias"} if mask.relative is not None else set()
+    roles |= {"relative_bias_factor"} if mask.relative_factor is not None else set()
     roles |= {t.role for t in mask.relative_terms}
     return roles | {"sink"} if rewrite.site.sink is not None else roles
 

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.bias_input import append_fp32_node, build_bias
-from stof.attention.relative_terms.tables import build_tables
+from stof.attention.relative_terms.tables import build_factor, build_tables
 from stof.graph.editor import Editor
 from stof.mask.relative_bias.distance_table import table_of
 from stof.mask.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
@@ -67,6 +67,8 @@ def build_operands(
         tensors["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
     if mask.relative is not None:
         tensors["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
+    if mask.relative_factor is not None:
+        tensors["relative_bias_factor"] = build_factor(editor, symbolic, site, mask.relative_factor, extra)
     if mask.relative_terms:
         tensors |= build_tables(editor, symbolic, mask, site.dtype, site.head_size, extra)
     if site.sink is not None:

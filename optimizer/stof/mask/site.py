@@ -269,6 +269,22 @@ class RelativeTerm:
     term: MaskTerm
 
 
+@dataclass(frozen=True)
+class BiasFactor:
+    """A number of each query that multiplies a table by distance: a tensor [B, H, S, 1], or [B * H, S, 1] where it is merged.
+
+    ``term`` is the additive term that both together are.
+    """
+
+    tensor: str
+    is_merged: bool
+    term: MaskTerm
+
+    def lay_out(self, array: np.ndarray, heads: int) -> np.ndarray:
+        """The tensor's value as the operator takes it: [B, H, S]."""
+        return array.reshape(-1, heads, array.shape[-2]) if self.is_merged else array[..., 0]
+
+
 class NoteReason(enum.Enum):
     """Why a mask has a note."""
 
@@ -310,7 +326,8 @@ class LiftedMask:
     """The mask of one site as an expression, with what it reads at run time.
 
     ``tables`` maps table names to constants (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias``
-    lists the terms that stay an additive bias, ``relative`` those that became a table by distance, ``relative_terms`` those that
+    lists the terms that stay an additive bias, ``relative`` those that became a table by distance, which
+    ``relative_factor`` multiplies, ``relative_terms`` those that
     became products with tables. With ``weaker``, ``empty_rows`` is about the rows that no mask of it leaves a key.
     """
 
@@ -320,6 +337,7 @@ class LiftedMask:
     bias: tuple[MaskTerm, ...] = ()
     by_data: tuple[MaskTerm, ...] = ()  # those of ``bias`` that forbid by data of which no expression can be made
     relative: RelativeBias | None = None
+    relative_factor: BiasFactor | None = None
     relative_terms: tuple[RelativeTerm, ...] = ()
     weaker: WeakerMasks | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO

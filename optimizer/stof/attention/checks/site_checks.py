@@ -182,6 +182,8 @@ class AttentionChecks(SiteChecks):
             tensors += [site.query_factor[1]] if site.query_factor is not None else []
             tensors += [o.tensor for o in rewrite.mask.operands]
             tensors += [t.table.tensor for t in rewrite.mask.relative_terms if t.table.tensor]
+            factor = rewrite.mask.relative_factor
+            tensors += [] if factor is None else [factor.tensor]
         drawn = [n for n in tensors if n not in initializers]
         return [n for n in dict.fromkeys([*heads, *drawn]) if n not in inputs]
 
@@ -223,6 +225,9 @@ class AttentionChecks(SiteChecks):
                     and (total := _sum_bias(site, mask.bias, arrays)) is not None
                 ):
                     arrays[input_names["bias"]] = total
+                factor = mask.relative_factor
+                if factor is not None and factor.tensor in arrays:
+                    arrays[input_names["relative_bias_factor"]] = factor.lay_out(arrays[factor.tensor], site.num_heads)
                 for relative in mask.relative_terms:
                     if input_names[relative.role] not in arrays and relative.table.tensor in arrays:
                         table = compute_table(relative, arrays[relative.table.tensor])

@@ -25,6 +25,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
+from stof.mask.relative_terms.factor import FACTOR_ROLE, with_factor
 from stof.mask.relative_terms.lift import with_relative_terms, without_relative_terms
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, MaskTerm, NoteReason, Operand
 from stof.mask.stated_masks import state
@@ -144,7 +145,8 @@ class SiteDescriber:
             try:
                 before = mask if way == site else with_relative_bias(self.checker, way, self._mask(way, entry))
                 lifted = with_relative_terms(self.checker, way, before, roles)
-                if lifted.relative_terms:
+                lifted = with_factor(self.checker, way, lifted) if FACTOR_ROLE in roles else lifted
+                if lifted.relative_terms or lifted.relative_factor is not None:
                     rest = without_relative_terms(way, lifted)
                     accept(self.checker, rest, lifted, ignore_empty_rows=self._ignores_rows(way))
                     return way, lifted

@@ -35,6 +35,7 @@ class SiteProblem:
         has_sink: each row's softmax has a logit more.
         relative_terms: products with rows by relative position: role, index, heads of the table (H or 1), whether rows have a
             column more.
+        has_relative_factor: the table by distance is multiplied by a number of each query.
         replaces_fused_node: the baseline is one fused node of the runtime.
     """
 
@@ -54,6 +55,7 @@ class SiteProblem:
     has_relative_bias: bool = False
     has_sink: bool = False
     relative_terms: tuple[tuple[str, str, int, bool], ...] = ()
+    has_relative_factor: bool = False
     replaces_fused_node: bool = False
 
     @classmethod
@@ -76,6 +78,7 @@ class SiteProblem:
             has_relative_bias=mask.relative is not None,
             has_sink=site.sink is not None,
             relative_terms=tuple((t.role, t.index.text, t.heads, bool(t.table.shift)) for t in mask.relative_terms),
+            has_relative_factor=mask.relative_factor is not None,
             replaces_fused_node=stands_for_fused(site),
         )
 
@@ -107,4 +110,5 @@ class SiteProblem:
             "query_offset": self.query_offset,
             # Earlier versions have no such problems.
             **({"relative_terms": [list(t) for t in self.relative_terms]} if self.relative_terms else {}),
+            **({"relative_factor": True} if self.has_relative_factor else {}),
         }

@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from stof.attention.bias_input import append_fp32_node
 from stof.graph.editor import Editor
-from stof.mask.site import LiftedMask, RelativeTable, RelativeTerm
+from stof.mask.site import AttentionSite, BiasFactor, LiftedMask, RelativeTable, RelativeTerm
 from stof.symbolic import Symbolic
 
 _SAME = 1e-7  # a factor that differs from 1 by rounding of the graph's own numbers
@@ -25,6 +25,32 @@ def build_tables(
 def relative_index_of(mask: LiftedMask) -> str:
     """The text of attribute ``relative_index``; empty where a site has no relative terms."""
     return "; ".join(f"{term.role}: {term.index.text}" for term in mask.relative_terms)
+
+
+def build_factor(
+    editor: Editor, symbolic: Symbolic, site: AttentionSite, factor: BiasFactor, extra: list[gs.Node]
+) -> gs.Tensor:
+    """The factor of a table by distance as an operand [B, H, S]."""
+    tensor, dtype = editor.tensors[factor.tensor], symbolic.dtype(factor.tensor)
+
+    def add(op: str, inputs: list[gs.Tensor], kind: int, **attributes: object) -> gs.Tensor:
+        out = editor.variable(f"stof_factor_{op.lower()}", kind)
+        extra.append(editor.node(op, out.name, inputs, [out], **attributes))
+        return out
+
+    if factor.is_merged:
+        sizes = add("Shape", [tensor], int(TensorProto.INT64))
+        rows = add(
+            "Gather", [sizes, editor.initializer("stof_factor_axis", np.array([1], np.int64))], int(TensorProto.INT64)
+        )
+        heads = editor.initializer("stof_factor_heads", np.array([-1, site.num_heads], np.int64))
+        shape = add("Concat", [heads, rows], int(TensorProto.INT64), axis=0)
+        tensor = add("Reshape", [tensor, shape], dtype)
+    else:
+        tensor = add("Gather", [tensor, editor.initializer("stof_factor_first", np.array(0, np.int64))], dtype, axis=3)
+    if dtype not in (site.dtype, TensorProto.FLOAT):
+        tensor = append_fp32_node(editor, extra, "Cast", [tensor], to=int(TensorProto.FLOAT))
+    return tensor
 
 
 def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
-from stof.mask.lift import element_of_pair
+from stof.mask.lift import domain_of, element_of_pair
 from stof.mask.site import AttentionSite, MaskTerm, TermKind
 from stof.mask.strength import forbidding_limit
 from stof.symbolic import LONGEST, Cond, Int, Real, Symbolic
@@ -29,8 +29,13 @@ class _UnprovenError(Exception):
     """The formula has a part of which nothing is known here."""
 
 
-def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> int | None:
-    """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None."""
+def proven_radius(
+    symbolic: Symbolic, site: AttentionSite, term: MaskTerm, *, heads_are_merged: bool = False
+) -> int | None:
+    """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None.
+
+    ``heads_are_merged``: batch and heads are one axis, of which the head is the remainder.
+    """
     tensor = symbolic.value(term.tensor)
     is_split = term.view is not None and any(map(term.view.splits, (0, 2, 3)))
     if tensor is None or term.kind is not TermKind.ADD or is_split:
@@ -49,6 +54,8 @@ def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> in
         return None
     indices = formulas[0].args[1]
     assert isinstance(indices, tuple)
+    if heads_are_merged:
+        indices = tuple(domain_of(site).integer(i) for i in indices)
     rows = [i for i in indices if i.constant is None and not _is_head(i)]
     try:
         return max((_last_change(row) for row in rows), default=0)

@@ -90,8 +90,9 @@ def _lift_term(
 
 
 def without_relative_terms(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
-    """The site without the terms that became products: they are parts of its scores now, as query times key is."""
+    """The site without the terms that became products or have a factor: they are parts of its scores, as query times key is."""
     products = {t.term for t in mask.relative_terms}
+    products |= set() if mask.relative_factor is None else {mask.relative_factor.term}
     if not products:
         return site
     unguarded = None if site.unguarded is None else without_relative_terms(site.unguarded, mask)
