@@ -87,6 +87,25 @@ def test_terms_of_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_allclose(mine, wanted, atol=2e-5 * float(np.abs(wanted).max()))
 
 
+def test_gated_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WavLM: a table by distance times a number of each query and head."""
+    model = fill_graph("zoo/wavlm.torchscript.eager")
+    scope, described = describe(model, monkeypatch, frozenset({"relative_bias_factor"}))
+    rewrites = []
+    for one in described:
+        assert one.mask is not None
+        assert one.mask.relative_factor is not None
+        assert one.mask.relative is not None
+        assert (one.mask.relative.heads, one.mask.bias) == (4, ())
+        rewrites.append(Rewrite(one.site, one.mask))
+    emitted = emit(scope.working.model, scope.symbolic, rewrites)
+    rng = np.random.default_rng(5)
+    for batch, length in ((1, 5), (3, 41)):
+        feed = draw_feed(model, rng, batch, length)
+        for mine, wanted in zip(run(emitted, feed), run(model, feed), strict=True):
+            np.testing.assert_allclose(mine, wanted, atol=2e-5 * float(np.abs(wanted).max()))
+
+
 def test_layers_share_a_table_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both terms of both layers of DeBERTa v3 read one table of buckets."""
     _, described = describe(fill_graph("relative/deberta-v3.torchscript.eager"), monkeypatch, ROLES)
@@ -97,7 +116,9 @@ def test_layers_share_a_table_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "roles", [frozenset(), frozenset({"relative_bias_factor"}), frozenset({"relative_key"})], ids=str
+    "roles",
+    [frozenset(), frozenset({"relative_bias_factor"}), frozenset({"relative_key"})],
+    ids=["none", "factor", "queries"],
 )
 def test_a_library_without_a_role_keeps_the_bias(roles: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all is as before: the term is one bias."""

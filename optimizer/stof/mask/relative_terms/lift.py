@@ -76,6 +76,18 @@ def with_relative_terms(
     return mask
 
 
+def read_products(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, term: MaskTerm) -> list[Product]:
+    """The products that a term is the sum of; none where it is another kind of term.
+
+    Raises:
+        UnsupportedError: where its rows are no table.
+    """
+    try:
+        return _Lifter(checker, checker.trace, site, mask, QUERY_ROLES).read_products(term)
+    except _OtherTermError:
+        return []
+
+
 def _lift_term(
     checker: MaskChecker, site: AttentionSite, mask: LiftedMask, roles: Collection[str], term: MaskTerm
 ) -> LiftedMask:
@@ -120,7 +132,7 @@ class _Lifter:
             UnsupportedError: with what stands against it.
             _OtherTermError: where it is another kind of term.
         """
-        products = self._read_products(term)
+        products = self.read_products(term)
         names = self._names()
         indices = [self._express(products, product, names) for product in products]
         tables = tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items())
@@ -152,7 +164,7 @@ class _Lifter:
             raise UnsupportedError(f"its row is read from {name!r}, which is no constant")
         return array
 
-    def _read_products(self, term: MaskTerm) -> list[Product]:
+    def read_products(self, term: MaskTerm) -> list[Product]:
         shape = self.checker.symbolic.shape(term.tensor)
         try:
             value = None if shape is None else self.trace.element(term.tensor, index_of_pair(shape, self.site, term))
