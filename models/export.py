@@ -28,6 +28,7 @@ from feeds import feed, feed_by_task
 from first import FIRST
 from mlp import MLP
 from paper import PAPER
+from relative import RELATIVE
 from store import forget_metadata, node_hash, strip, write
 from texts import TEXTS
 from zoo import ZOO
@@ -40,8 +41,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     **{f"mlp/{name}": a for name, a in MLP.items()},
     **{f"paper/{name}": a for name, a in PAPER.items()},
     **{f"texts/{name}": a for name, a in TEXTS.items()},
+    **{f"relative/{name}": a for name, a in RELATIVE.items()},
 }
-_TINY = ("zoo/", "mlp/")  # architectures with few, narrow layers
+_TINY = ("zoo/", "mlp/", "relative/")  # architectures with few, narrow layers
 _TRAINED_VECTORS = ("paper/", "texts/")  # architectures whose vectors of parameters are drawn, too
 
 

@@ -168,6 +168,40 @@ def _spectrogram(torch: Any, config: Any) -> Feed:
     return Feed(tensors, {"input_values": {0: B}}, ("last_hidden_state",), call, {"last_hidden_state": {0: B}})
 
 
+def _frames(torch: Any, config: Any) -> Feed:
+    """Frames of speech, of which some are padding."""
+    size = getattr(config, "num_mel_bins", None) or config.feature_projection_input_dim
+    length = 160 if hasattr(config, "num_mel_bins") else 20  # the former are subsampled
+    tensors = {"input_features": torch.randn(2, length, size), "attention_mask": _mask(torch, 2, length).flip(1)}
+
+    def call(core: Any, input_features: Any, attention_mask: Any) -> Any:
+        return core(input_features=input_features, attention_mask=attention_mask).last_hidden_state
+
+    axes = {n: {0: B, 1: "frames"} for n in tensors}
+    return Feed(tensors, axes, ("last_hidden_state",), call, {"last_hidden_state": {0: B, 1: "positions"}})
+
+
+def _speecht5_encoder(torch: Any, config: Any) -> Feed:
+    given = _text(torch, config)
+
+    def call(core: Any, input_ids: Any, attention_mask: Any) -> Any:
+        return core.speecht5.encoder(input_values=input_ids, attention_mask=attention_mask).last_hidden_state
+
+    return Feed(given.tensors, given.axes, given.outputs, call)
+
+
+def _vits_encoder(torch: Any, config: Any) -> Feed:
+    given = _text(torch, config)
+    tensors = {**given.tensors, "padding_mask": torch.ones(2, 20, 1)}
+
+    def call(core: Any, input_ids: Any, attention_mask: Any, padding_mask: Any) -> Any:
+        return core.text_encoder(
+            input_ids=input_ids, padding_mask=padding_mask, attention_mask=attention_mask
+        ).last_hidden_state
+
+    return Feed(tensors, {n: {0: B, 1: S} for n in tensors}, given.outputs, call)
+
+
 def _bigbird(torch: Any, config: Any) -> Feed:
     """Tokens of which each attends what the model's own BigBird mask allows."""
     tensors = {"input_ids": _ids(torch, 2, 96)}
@@ -259,6 +293,9 @@ _KINDS: dict[str, Callable[[Any, Any], Feed]] = {
     "clip": _clip,
     "wave": _wave,
     "spectrogram": _spectrogram,
+    "frames": _frames,
+    "speecht5-encoder": _speecht5_encoder,
+    "vits-encoder": _vits_encoder,
     "bigbird": _bigbird,
     "bigbird-seq2seq": _bigbird_seq2seq,
     "bigbird-pixels": _bigbird_pixels,

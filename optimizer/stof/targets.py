@@ -21,6 +21,8 @@ class Target:
         reads_packed_heads: StofAttention reads heads inside of a wider tensor.
         packs_sequences: StofAttention takes packed sequences, without rows of padding.
         copies_sequences: for that its kernels run over padded copies, which not all forms of attention have.
+        takes_relative_terms: StofAttention multiplies queries and keys by rows of tables by relative position, where the library
+            has the roles.
         times_models: ``--time`` can time whole models.
         times_chains: measurements decide about fused chains. TensorRT measures by itself.
         estimates_gains: estimates tell whether an attention gains over what the runtime has for it.
@@ -38,6 +40,7 @@ class Target:
     reads_packed_heads: bool = True
     packs_sequences: bool = False
     copies_sequences: bool = False
+    takes_relative_terms: bool = False
     times_models: bool = False
     times_chains: bool = True
     estimates_gains: bool = True
@@ -51,6 +54,7 @@ CPU = Target(
     provider="CPUExecutionProvider",
     uses_gpu=False,
     packs_sequences=True,
+    takes_relative_terms=True,
     times_models=True,
     has_cpu_gemm=True,
 )

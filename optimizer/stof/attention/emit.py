@@ -15,6 +15,8 @@ from onnx import TensorProto
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.op_inputs import NEUTRAL, build_operands, runtime_operand
 from stof.attention.prune import Pruner
+from stof.attention.relative_terms.body import RelativeProduct
+from stof.attention.relative_terms.tables import relative_index_of
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of
@@ -112,6 +114,8 @@ def _roles(rewrite: Rewrite) -> set[str]:
     roles = {o.role for o in mask.operands} | {t[0] for t in mask.tables} | mask.expression.vectors
     roles |= {"bias"} if mask.bias else set()
     roles |= {"relative_bias"} if mask.relative is not None else set()
+    roles |= {"relative_bias_factor"} if mask.relative_factor is not None else set()
+    roles |= {t.role for t in mask.relative_terms}
     return roles | {"sink"} if rewrite.site.sink is not None else roles
 
 
@@ -142,6 +146,7 @@ def _variant(rewrite: Rewrite, slots: Sequence[str], layouts: Layouts, grouped: 
         site.softcap,
         tuple(r if r in roles else "unused" for r in slots),
         site.dtype,
+        tuple(RelativeProduct(t.role, t.index, bool(t.table.shift)) for t in mask.relative_terms),
     )
 
 
@@ -231,6 +236,7 @@ def _node(
         "empty_rows": variant.empty_rows.value,
         "operands": " ".join(variant.roles),
         "results": "",
+        **({"relative_index": relative_index_of(part.mask)} if part.mask.relative_terms else {}),
         "plugin_namespace": DOMAIN,
         "plugin_version": "1",
         **({"allow_tf32": 1} if part.allow_tf32 and site.dtype == TensorProto.FLOAT else {}),

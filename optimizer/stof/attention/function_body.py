@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.attention.relative_terms.body import RelativeProduct, ScoreVectors, emit_product, emit_values
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
@@ -33,6 +34,7 @@ class Variant:
     softcap: float
     roles: tuple[str, ...]  # of the operand slots; "unused": this variant does not read the slot
     dtype: int
+    products: tuple[RelativeProduct, ...] = ()  # with rows by relative position
 
 
 def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool = False) -> onnx.FunctionProto:
@@ -60,10 +62,14 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
     frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
-    result_names = ("out", "lse") if lse else ("out",)
-    chosen = _select(variants, 0, opset, scores, frame.attribute("mask_id") if len(variants) > 1 else "", result_names)
+    vectors = frame.vectors() if any(v.products for v in variants) else None
+    has_values = any("relative_value" in v.roles for v in variants)
+    result_names = ["out", *(["added"] if has_values else []), *(["lse"] if lse else [])]
+    chosen = _select(
+        variants, 0, opset, (scores, vectors), frame.attribute("mask_id") if len(variants) > 1 else "", result_names
+    )
     frame.builder.nodes += chosen
-    frame.finish("variant0_out")
+    frame.finish("variant0_out", "variant0_added" if has_values else "")
     if lse:
         frame.builder.nodes.append(helper.make_node("Identity", ["variant0_lse"], ["lse"], name="lse"))
     opsets = [helper.make_opsetid("", opset)]
@@ -130,14 +136,19 @@ _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
 def _select(
-    variants: Sequence[Variant], i: int, opset: int, scores: str, mask_id: str, result_names: Sequence[str]
+    variants: Sequence[Variant],
+    i: int,
+    opset: int,
+    scores: tuple[str, ScoreVectors | None],
+    mask_id: str,
+    result_names: Sequence[str],
 ) -> list[onnx.NodeProto]:
     """Nodes that write the weights ``variant<i>_out``: those of variant i if mask_id is i, else those of a later one.
 
-    With "lse" among ``result_names`` they also write ``variant<i>_lse``.
+    With "lse" among ``result_names`` they also write ``variant<i>_lse``, and with "added" what weights make of rows.
     """
     body = _Weights(variants[i], Builder(opset, f"v{i}_"))
-    results = body.build(scores, "lse" in result_names)
+    results = body.build(*scores, result_names)
     outs = [f"variant{i}_{word}" for word in result_names]
     if i + 1 == len(variants):
         written = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
@@ -169,7 +180,7 @@ class _Frame:
         self.dtype = dtype  # None: as the query's
         self.builder = Builder(opset, "f_")
         self.heads = self.attribute("num_heads")
-        self.value = ""
+        self.value = self.query = self.key = self.scale = ""
 
     def attribute(self, target: str) -> str:
         """An attribute of the call as a scalar."""
@@ -188,13 +199,19 @@ class _Frame:
         if self.grouped:
             count = b.add("Div", [self.heads, groups])
             key, self.value = (self._repeat(t, self.heads, count) for t in (key, self.value))
-        scaled = b.add("Mul", [query, self.attribute("scale")])
-        return b.add("MatMul", [scaled, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
+        self.key, self.scale = key, self.attribute("scale")
+        self.query = b.add("Mul", [query, self.scale])
+        return b.add("MatMul", [self.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
 
-    def finish(self, weights: str) -> None:
-        """Nodes that write ``output`` from weights [B, H, S, T]."""
+    def vectors(self) -> ScoreVectors:
+        """What products with rows read, behind :meth:`scores`."""
+        return ScoreVectors(self.query, self.builder.add("Mul", [self.key, self.scale]), self.scale)
+
+    def finish(self, weights: str, added: str) -> None:
+        """Nodes that write ``output`` from weights [B, H, S, T], with what is ``added`` to it [B, H, S, Dv], if anything is."""
         b = self.builder
         tensor = b.add("MatMul", [weights, self.value])
+        tensor = b.add("Add", [tensor, added]) if added else tensor
         if self.dtype is None or b.opset >= _CAST_LIKE:  # a converter to fp16 changes the types around a call
             tensor = b.add("CastLike", [tensor, "query"])
         elif self.dtype != TensorProto.FLOAT:
@@ -257,20 +274,36 @@ class _Weights:
         self.variant = variant
         self.builder = builder
 
-    def build(self, scores: str, lse: bool) -> list[str]:
-        """Appends nodes for the weights [B, H, S, T] and, with ``lse``, the LSE [B, H, S], both fp32; returns their names."""
+    def build(self, scores: str, vectors: ScoreVectors | None, result_names: Sequence[str]) -> list[str]:
+        """Appends nodes for results in fp32, and returns their names in the order of ``result_names``.
+
+        "out" are the weights [B, H, S, T], "lse" the LSE [B, H, S], "added" what weights make of rows by relative position.
+        """
         v, b = self.variant, self.builder
         shape = b.add("Shape", [scores])
         B, H, S, T = (b.add("Gather", [shape, b.constant(i)]) for i in range(4))
         sizes = ScoreSizes(B, H, S, T, b.add("Sub", [T, S]) if v.query_offset else b.constant(0))
+        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
+        for product in (p for p in v.products if not p.is_of_weights):
+            assert vectors is not None
+            scores = b.add("Add", [scores, emit_product(b, product, vectors, sizes, operands)])
         if v.softcap > 0:
             cap = b.constant(v.softcap, np.float32)
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
-        operands = {r: f"operand{i}" for i, r in enumerate(v.roles) if r != "unused"}
         minus = b.constant(-np.inf, np.float32)
         scores, masked = self._apply_mask(scores, sizes, operands, minus)
-        weights = self._weights(scores, masked, sizes, operands, minus)
-        return [weights, self._lse(masked, sizes, operands, minus)] if lse else [weights]
+        results = {"out": self._weights(scores, masked, sizes, operands, minus)}
+        if "added" in result_names:
+            products = [p for p in v.products if p.is_of_weights]
+            zero = np.zeros((1, 1, 1, 1), np.float32)
+            results["added"] = (
+                emit_values(b, products[0], results["out"], sizes, operands)
+                if products
+                else b.constant(zero, np.float32)
+            )
+        if "lse" in result_names:
+            results["lse"] = self._lse(masked, sizes, operands, minus)
+        return [results[name] for name in result_names]
 
     def _apply_mask(self, scores: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> tuple[str, str]:
         """The scores with their biases, and -inf where the mask forbids."""
@@ -278,7 +311,11 @@ class _Weights:
         if "bias" in operands:
             scores = b.add("Add", [scores, b.add("Cast", [operands["bias"]], to=TensorProto.FLOAT)])
         if "relative_bias" in operands:
-            scores = b.add("Add", [scores, self._relative(operands["relative_bias"], sizes)])
+            added = self._relative(operands["relative_bias"], sizes)
+            if "relative_bias_factor" in operands:
+                factor = b.add("Cast", [operands["relative_bias_factor"]], to=TensorProto.FLOAT)
+                added = b.add("Mul", [added, b.unsqueeze(factor, [3])])
+            scores = b.add("Add", [scores, added])
         if v.expression.allows_all:
             return scores, scores
         return scores, b.add("Where", [v.expression.to_onnx(b, sizes, operands), scores, minus])

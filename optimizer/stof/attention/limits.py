@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
-from stof.runtime.library import op_limits, type_limits
+from stof.runtime.library import LibraryError, op_limits, type_limits
 
 _OP = "StofAttention"
 _NAMES = {int(TensorProto.FLOAT): "fp32", int(TensorProto.FLOAT16): "fp16", int(TensorProto.BFLOAT16): "bf16"}
@@ -50,6 +50,14 @@ def _all_limits() -> Iterator[tuple[int, AttentionLimits]]:
 def operand_roles() -> frozenset[str]:
     """The roles that an operand may have, besides ``table0``, ``table1``, ..."""
     return frozenset(op_limits()[_OP]["roles"])
+
+
+def relative_roles() -> frozenset[str]:
+    """The roles of tables of rows by relative position; none without a library."""
+    try:
+        return frozenset(r for r in operand_roles() if r.startswith("relative_") and r != "relative_bias")
+    except LibraryError:
+        return frozenset()
 
 
 def element_types() -> frozenset[int]:

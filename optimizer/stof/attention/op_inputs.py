@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.bias_input import append_fp32_node, build_bias
+from stof.attention.relative_terms.tables import build_factor, build_tables
 from stof.graph.editor import Editor
 from stof.mask.relative_bias.distance_table import table_of
 from stof.mask.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
@@ -23,6 +24,11 @@ NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
     "relative_bias": np.zeros((1, 1), np.float32),
+    "relative_bias_factor": np.zeros((1, 1, 1), np.float32),
+    "relative_key": np.zeros((1, 1, 1), np.float32),
+    "relative_key1": np.zeros((1, 1, 1), np.float32),
+    "relative_query": np.zeros((1, 1, 1), np.float32),
+    "relative_value": np.zeros((1, 1, 1), np.float32),
     "sink": np.zeros(1, np.float32),
     "segment_q": np.zeros((1, 1), np.int64),
     "segment_k": np.zeros((1, 1), np.int64),
@@ -61,6 +67,10 @@ def build_operands(
         tensors["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
     if mask.relative is not None:
         tensors["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
+    if mask.relative_factor is not None:
+        tensors["relative_bias_factor"] = build_factor(editor, symbolic, site, mask.relative_factor, extra)
+    if mask.relative_terms:
+        tensors |= build_tables(editor, symbolic, mask, site.dtype, site.head_size, extra)
     if site.sink is not None:
         tensors["sink"] = _sink_operand(editor, symbolic, site, extra)
     return [tensors[slot] if slot in tensors else _unused_operand(editor, slot) for slot in slots]

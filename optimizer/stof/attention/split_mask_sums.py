@@ -7,6 +7,7 @@ mask is not known of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx import TensorProto
@@ -15,6 +16,7 @@ from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, is_standard
 from stof.mask.lift import lift
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, LiftedMask, MaskTerm, TermKind
+from stof.mask.strength import ABSORBING
 from stof.symbolic import Symbolic, var
 from stof.symbolic.algebra.piecewise import split_cases
 from stof.symbolic.algebra.terms import to_real
@@ -60,6 +62,37 @@ def split_terms(index: GraphIndex, symbolic: Symbolic, site: AttentionSite) -> A
     if after is None or (before is not None and len(after.bias) > len(before.bias)):
         return site
     return split if before is None or after.expression != before.expression else site
+
+
+def split_filled_terms(
+    index: GraphIndex, symbolic: Symbolic, site: AttentionSite, biases: Sequence[MaskTerm]
+) -> AttentionSite:
+    """The site with each of ``biases`` that is ``Where(c, fill, x)`` as x that is added, and scores that c drops.
+
+    The fill is so low that no score shows beside it.
+    """
+    terms: list[MaskTerm] = []
+    for term in site.terms:
+        terms += (_split_filled(index, symbolic, term) if term in biases else []) or [term]
+    unguarded = None if site.unguarded is None else split_filled_terms(index, symbolic, site.unguarded, biases)
+    return replace(site, terms=tuple(terms), unguarded=unguarded) if len(terms) > len(site.terms) else site
+
+
+def _split_filled(index: GraphIndex, symbolic: Symbolic, term: MaskTerm) -> list[MaskTerm]:
+    node = index.producer(term.tensor)
+    if term.kind is not TermKind.ADD or node is None or node.op_type != "Where" or not is_standard(node):
+        return []
+    condition, *values = node.input
+    for kind, filled, kept in ((TermKind.DROP, *values), (TermKind.KEEP, *values[::-1])):
+        fill = symbolic.uniform(filled)
+        shapes = [symbolic.shape(n) for n in (condition, kept)]
+        if fill is None or fill * term.scale > ABSORBING or symbolic.shape(kept) != symbolic.shape(term.tensor):
+            continue
+        if symbolic.uniform(kept) is not None or any(s is None for s in shapes):
+            continue
+        mask = with_tensor(symbolic, replace(term, kind=kind, fill=fill * term.scale, scale=1.0), condition)
+        return [with_tensor(symbolic, term, kept), mask]
+    return []
 
 
 def with_tensor(symbolic: Symbolic, term: MaskTerm, tensor: str) -> MaskTerm:

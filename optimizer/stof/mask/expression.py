@@ -63,6 +63,15 @@ class MaskExpression:
         """
         return cls(parse_nodes(text, tables))
 
+    @classmethod
+    def parse_integer(cls, text: str, tables: Mapping[str, np.ndarray] | None = None) -> MaskExpression:
+        """An integer expression from its text, as attribute ``relative_index`` has it.
+
+        Raises:
+            MaskSyntaxError: with the column at fault; blank text is none.
+        """
+        return cls(parse_nodes(text, tables, is_condition=False))
+
     @cached_property
     def text(self) -> str:
         """The canonical text, as attributes and plans hold it; empty where every pair is allowed."""
@@ -232,6 +241,10 @@ class MaskExpression:
             ModelError: when an operand is missing.
         """
         return emit_mask(builder, self.root, sizes, operands, tables_have_rank=tables_have_rank)
+
+    def rows_to_onnx(self, builder: Builder, sizes: ScoreSizes, operands: Mapping[str, str]) -> str:
+        """Nodes that compute an integer expression of q and k, int64, which broadcasts to [S, T]; else as :meth:`to_onnx`."""
+        return emit_mask(builder, self.root, sizes, operands, is_condition=False)
 
 
 EVERY_PAIR = MaskExpression()

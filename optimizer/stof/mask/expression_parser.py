@@ -71,8 +71,8 @@ _VECTORS = {
 }
 
 
-def parse_nodes(text: str, tables: Mapping[str, np.ndarray] | None = None) -> Node:
-    """The root of an expression. Blank text means True.
+def parse_nodes(text: str, tables: Mapping[str, np.ndarray] | None = None, *, is_condition: bool = True) -> Node:
+    """The root of a condition, or of an integer. Blank text means True, and is no integer.
 
     ``tables`` are the constants that it may look up. Without them every table is allowed, with one rank and one type throughout.
 
@@ -82,7 +82,7 @@ def parse_nodes(text: str, tables: Mapping[str, np.ndarray] | None = None) -> No
     if len(text.encode(errors="replace")) > MAX_TEXT:
         size = len(text.encode(errors="replace"))
         raise MaskSyntaxError(f"mask expression of {size} bytes, expected at most {MAX_TEXT}")
-    return _Parser(text, tables).parse() if text.strip(_BLANKS) else TRUE
+    return _Parser(text, tables).parse(is_condition) if text.strip(_BLANKS) or not is_condition else TRUE
 
 
 class _Parser:
@@ -100,12 +100,13 @@ class _Parser:
                 continue
             self.operands[name] = _Operand(table.ndim, table.dtype == np.bool_)
 
-    def parse(self) -> Node:
+    def parse(self, is_condition: bool) -> Node:
         root = self.expression(OR)
         self.skip()
         if self.at < len(self.text):
             self.fail(f"unexpected {self.text[self.at : self.at + 8]!r}")
-        self.expect(root, "the expression is an integer, expected a condition", is_condition=True)
+        found, wanted = ("an integer", "a condition") if is_condition else ("a condition", "an integer")
+        self.expect(root, f"the expression is {found}, expected {wanted}", is_condition=is_condition)
         return root
 
     def fail(self, message: str) -> NoReturn:

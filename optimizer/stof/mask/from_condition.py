@@ -192,9 +192,19 @@ def to_expression(cond: Cond, names: GraphNames) -> MaskExpression:
     return MaskExpression(_Translator(names).condition(cond))
 
 
+def to_integer_expression(value: Int, names: GraphNames) -> MaskExpression:
+    """The expression of an integer of (q, k) and sizes.
+
+    Raises:
+        UnsupportedError: as :func:`to_expression`.
+    """
+    return MaskExpression(_Translator(names, positions_first=True).integer(value))
+
+
 class _Translator:
-    def __init__(self, names: GraphNames) -> None:
+    def __init__(self, names: GraphNames, *, positions_first: bool = False) -> None:
         self.names = names
+        self.positions_first = positions_first  # sums begin with q and k, not with sizes
 
     def condition(self, cond: Cond) -> Node:
         if cond in (terms.TRUE, terms.FALSE):
@@ -266,7 +276,7 @@ class _Translator:
     def integer(self, value: Int) -> Node:
         """A sum: positive terms first, the constant last."""
         total: Node | None = None
-        for monomial, coefficient in sorted(value.terms, key=lambda t: (t[0] == (), t[1] < 0, [a.key for a in t[0]])):
+        for monomial, coefficient in sorted(value.terms, key=self.rank):
             factors = [self.atom(a) for a in monomial]
             if abs(coefficient) != 1 or not factors:
                 factors.insert(0, Constant(abs(coefficient)))
@@ -275,6 +285,12 @@ class _Translator:
             product = reduce(lambda left, right: Binary("*", left, right), factors)
             total = product if total is None else Binary("-" if coefficient < 0 else "+", total, product)
         return Constant(0) if total is None else total
+
+    def rank(self, term: tuple[tuple[Atom, ...], int]) -> tuple[bool, bool, bool, list[str]]:
+        """The place of a term in a sum."""
+        monomial, coefficient = term
+        is_size = self.positions_first and all(a.kind == "size" for a in monomial)
+        return not monomial, is_size, coefficient < 0, [a.key for a in monomial]
 
     def atom(self, atom: Atom) -> Node:
         match atom.kind:

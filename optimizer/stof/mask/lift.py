@@ -47,7 +47,7 @@ from stof.symbolic.algebra.piecewise import reads_input, split_cases, to_cond
 from stof.symbolic.algebra.terms import FALSE, TRUE, integer
 from stof.symbolic.rules.broadcasting import project
 from stof.symbolic.rules.cast import overflow_to_inf
-from stof.symbolic.tensor import constant_tensor
+from stof.symbolic.tensor import Index, Shape, constant_tensor
 
 MAY_FORBID = MaskNote(NoteReason.BIAS_MAY_FORBID, "a bias may forbid as well; a row without any key may differ")
 
@@ -113,7 +113,7 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
         else _lift_term(symbolic, site, term, tables)
         for term in site.terms
     ]
-    domain = _domain(site)
+    domain = domain_of(site)
 
     def simplify(conditions: Iterable[Cond]) -> Cond:
         return domain.simplify(replace_bands(all_of(conditions), lambda name: _table(symbolic, tables, name)))
@@ -237,7 +237,7 @@ def _index(site: AttentionSite) -> tuple[Int, Int, Int, Int]:
     return (B, H, Q - past, K)
 
 
-def _domain(site: AttentionSite) -> Domain:
+def domain_of(site: AttentionSite) -> Domain:
     """The ranges of indices: below their sizes; ``q`` counts from the past length."""
     past = site.dims[3] - site.dims[2] if site.query_offset else integer(0)
     zero, one = integer(0), integer(1)
@@ -253,10 +253,15 @@ def _domain(site: AttentionSite) -> Domain:
 
 def element_of_pair(tensor: SymTensor, site: AttentionSite, term: MaskTerm) -> Int | Cond | Real:
     """The element of a term's tensor that is added to, or selects, the score at (b, h, q, k)."""
-    index: tuple[Int, ...] = _index(site)
+    return tensor.at(index_of_pair(tensor.shape, site, term))
+
+
+def index_of_pair(shape: Shape, site: AttentionSite, term: MaskTerm) -> Index:
+    """The index of that element in a tensor of this shape."""
+    index: Index = _index(site)
     if term.view is not None:
         index = term.view.element_index(index)
-    return tensor.at(project(index, tensor.shape))
+    return project(index, shape)
 
 
 def weaker_terms(symbolic: Symbolic, site: AttentionSite) -> list[MaskTerm]:
@@ -300,7 +305,7 @@ def _lift_term(symbolic: Symbolic, site: AttentionSite, term: MaskTerm, tables: 
         lambda n: _table(symbolic, tables, n),
     )
     try:
-        to_expression(_domain(site).simplify(term_mask.allowed), names)
+        to_expression(domain_of(site).simplify(term_mask.allowed), names)
     except UnsupportedError as error:
         if term.kind is not TermKind.ADD and not _is_only_mask(symbolic, site, term):
             raise UnsupportedError(f"mask tensor {term.tensor!r}: {error}") from error

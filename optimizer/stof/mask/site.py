@@ -216,6 +216,75 @@ class RelativeBias:
     data: bytes
 
 
+@dataclass(frozen=True)
+class RelativeTable:
+    """A tensor of rows by relative position, and how it becomes an operand [H or 1, L, D or D + 1].
+
+    Attributes:
+        tensor: of the graph.
+        head_axis: of heads; None: all heads share the rows.
+        row_axis: of rows. Axes that are neither of these nor columns are read at 0.
+        column_axis: of the D columns.
+        factor: by which the rows are multiplied.
+        shift: fp32 [H or 1, D] that the graph adds to queries (or keys) before they meet the rows, beyond what the site adds;
+            its product with the rows is column D + 1. Empty: there is none.
+        shift_heads: H or 1.
+        data: the rows themselves, fp32 [L, D], where the graph holds them for pairs alone; ``tensor`` is no part then.
+    """
+
+    tensor: str
+    head_axis: int | None
+    row_axis: int
+    column_axis: int
+    factor: float = 1.0
+    shift: bytes = b""
+    shift_heads: int = 1
+    data: bytes = b""
+
+    def rows_array(self, columns: int) -> np.ndarray | None:
+        """The rows as an array [L, ``columns``], where they are data."""
+        return np.frombuffer(self.data, np.float32).reshape(-1, columns) if self.data else None
+
+    def shift_array(self) -> np.ndarray | None:
+        """The shift as an array [H or 1, D]."""
+        return np.frombuffer(self.shift, np.float32).reshape(self.shift_heads, -1) if self.shift else None
+
+
+@dataclass(frozen=True)
+class RelativeTerm:
+    """A part of the scores: queries, or keys, times the row of a table that an expression of q and k names.
+
+    Attributes:
+        role: of the operand: relative_key, relative_key1 or relative_query.
+        table: the rows.
+        index: an integer expression; the operator clamps it into the table.
+        heads: H, or 1 where heads share the table.
+        term: the additive term that it is a part of.
+    """
+
+    role: str
+    table: RelativeTable
+    index: MaskExpression
+    heads: int
+    term: MaskTerm
+
+
+@dataclass(frozen=True)
+class BiasFactor:
+    """A number of each query that multiplies a table by distance: a tensor [B, H, S, 1], or [B * H, S, 1] where it is merged.
+
+    ``term`` is the additive term that both together are.
+    """
+
+    tensor: str
+    is_merged: bool
+    term: MaskTerm
+
+    def lay_out(self, array: np.ndarray, heads: int) -> np.ndarray:
+        """The tensor's value as the operator takes it: [B, H, S]."""
+        return array.reshape(-1, heads, array.shape[-2]) if self.is_merged else array[..., 0]
+
+
 class NoteReason(enum.Enum):
     """Why a mask has a note."""
 
@@ -224,6 +293,7 @@ class NoteReason(enum.Enum):
     DIFFERENT_STRENGTHS = enum.auto()  # masks that are added forbid with different numbers
     WEAKER_MASKS = enum.auto()  # which keys a fully masked row attends instead
     BIAS_TABLE = enum.auto()  # biases become a table by distance
+    RELATIVE_TERM = enum.auto()  # biases become products with rows by relative position, or why they do not
     LONGEST_IS_ALL = enum.auto()  # the largest number of keys is taken to be all of them
 
 
@@ -256,8 +326,9 @@ class LiftedMask:
     """The mask of one site as an expression, with what it reads at run time.
 
     ``tables`` maps table names to constants (stored as (name, dtype, shape, bytes) so that the value is hashable). ``bias``
-    lists the terms that stay an additive bias, ``relative`` those that became a table by distance. With ``weaker``,
-    ``empty_rows`` is about the rows that no mask of it leaves a key.
+    lists the terms that stay an additive bias, ``relative`` those that became a table by distance, which
+    ``relative_factor`` multiplies, ``relative_terms`` those that
+    became products with tables. With ``weaker``, ``empty_rows`` is about the rows that no mask of it leaves a key.
     """
 
     expression: MaskExpression = EVERY_PAIR
@@ -266,6 +337,8 @@ class LiftedMask:
     bias: tuple[MaskTerm, ...] = ()
     by_data: tuple[MaskTerm, ...] = ()  # those of ``bias`` that forbid by data of which no expression can be made
     relative: RelativeBias | None = None
+    relative_factor: BiasFactor | None = None
+    relative_terms: tuple[RelativeTerm, ...] = ()
     weaker: WeakerMasks | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO
     family: str = ""  # "window(64, 64)", "causal", ...

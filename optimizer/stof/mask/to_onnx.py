@@ -57,10 +57,17 @@ class ScoreSizes:
 
 
 def emit_mask(
-    builder: Builder, root: Node, sizes: ScoreSizes, operands: Mapping[str, str], *, tables_have_rank: bool = False
+    builder: Builder,
+    root: Node,
+    sizes: ScoreSizes,
+    operands: Mapping[str, str],
+    *,
+    tables_have_rank: bool = False,
+    is_condition: bool = True,
 ) -> str:
     """Nodes that compute a condition as booleans that broadcast to [B, H, S, T]; returns the tensor's name.
 
+    Without ``is_condition`` the root is an integer, and so is the result, int64.
     ``tables_have_rank``: every table is a tensor of as many axes as the expression has indices for it. Then axes stay apart
     where they can. A function body has slots, which other calls fill with tensors of any rank.
 
@@ -68,13 +75,13 @@ def emit_mask(
         ModelError: when an operand is missing.
     """
     # The padding vector gets its axes by one Unsqueeze, without indices.
-    emitter = _Emitter(builder, sizes, operands, tables_have_rank, _boolean_tables(root))
+    emitter = _Emitter(builder, sizes, operands, tables_have_rank, _boolean_tables(root, is_condition))
     return fold(root, emitter.emit, lambda node: node == _KEY_PADDING)
 
 
-def _boolean_tables(root: Node) -> frozenset[str]:
+def _boolean_tables(root: Node, is_condition: bool) -> frozenset[str]:
     """The tables whose elements stand where a condition does."""
-    condition_nodes = [root]
+    condition_nodes = [root] if is_condition else []
     for node in in_order(root):
         if isinstance(node, Unary | Binary) and node.symbol in ("and", "or", "not"):
             condition_nodes += node.children

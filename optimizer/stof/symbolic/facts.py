@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import TensorProto, helper
 
+from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.equations import reduce_equation
 from stof.symbolic.algebra.terms import Atom, Int, dim, integer
 from stof.symbolic.tensor import Shape, SymTensor
@@ -45,6 +46,7 @@ class RuleContext:
         opset: of the standard domain.
         equalities: of sizes; a rule adds to them.
         is_exact: sizes hold in every run; else as :class:`stof.symbolic.Symbolic` says.
+        domain: the limits of index variables, by which a Reshape tells that a division by a size may give a neighbouring row.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class RuleContext:
         equalities: dict[tuple[Int, Int], bool],
         *,
         is_exact: bool = False,
+        domain: Domain | None = None,
     ) -> None:
         self.is_exact = is_exact
+        self.domain = domain
         self.facts = facts
         self.equalities = equalities
         self.node = node

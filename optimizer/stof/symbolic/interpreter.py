@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from stof.graph.external_data import is_external
 from stof.graph.index import STANDARD_DOMAINS, all_nodes, is_standard
+from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.equations import SolvedSizes, solve_equations, substitute
 from stof.symbolic.algebra.overflow import guard_overflow
 from stof.symbolic.algebra.piecewise import split_cases
@@ -323,15 +324,27 @@ class Symbolic:
         single = len(reads) == 1 and indices == plain
         return bool(reads) and not (single and not any(p.kind in _UNKNOWN_KINDS for p in terms))
 
-    def apply_rule(self, node: onnx.NodeProto, overrides: Mapping[str, Fact]) -> list[Fact] | None:
-        """The facts of a standard node's outputs with other facts for some inputs; None where the operator has no rule."""
+    def apply_rule(
+        self, node: onnx.NodeProto, overrides: Mapping[str, Fact], *, domain: Domain | None = None
+    ) -> list[Fact] | None:
+        """The facts of a standard node's outputs with other facts for some inputs; None where the operator has no rule.
+
+        With a ``domain`` of index variables, indices that a Reshape divides by a size may depend on conditions.
+        """
         rule = self._rules[""].get(node.op_type) if is_standard(node) else None
         facts = {
             n: overrides[n] if n in overrides else self._facts[n]
             for n in node.input
             if n in overrides or n in self._facts
         }
-        context = RuleContext(facts, node, self._opset, dict(self._equalities), is_exact=self._exact)
+        context = RuleContext(
+            facts,
+            node,
+            self._opset,
+            dict(self._equalities),
+            is_exact=self._exact,
+            domain=domain,
+        )
         return None if rule is None else rule(context)
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stof.mask.expression import MaskExpression
 from stof.mask.site import EmptyRows
 from stof.runtime.library import Mask, Op
 
@@ -22,7 +23,8 @@ class Problem:
     ``mask`` is an expression (docs/reference/mask-format.md), empty for every pair; ``operands`` are what it reads, by
     role: ``pad`` [B or 1, T], ``segment_q`` [B or 1, S], ``table0`` and so on. ``scale`` None is 1/sqrt(D); ``bias``
     broadcasts to [B, H, S, T], ``relative_bias`` is [H or 1, L] and ``sink`` [H]. With ``query_offset`` the queries are the
-    last S of T positions.
+    last S of T positions. ``relative`` has the tables of rows by relative position, by role, of which ``relative_index`` is the
+    attribute; ``relative_bias_factor`` [B or 1, H or 1, S] multiplies ``relative_bias``.
     """
 
     q: np.ndarray
@@ -35,6 +37,9 @@ class Problem:
     bias: np.ndarray | None = None
     relative_bias: np.ndarray | None = None
     sink: np.ndarray | None = None
+    relative: Mapping[str, np.ndarray] = field(default_factory=dict)
+    relative_index: str = ""
+    relative_bias_factor: np.ndarray | None = None
     empty_rows: EmptyRows = EmptyRows.ZERO
     query_offset: bool = False
 
@@ -53,6 +58,18 @@ class Problem:
         past = T - S if self.query_offset else 0
         return Mask(self.mask or "True", tables).evaluate(B, H, S, T, past, vectors)
 
+    def rows(self, role: str) -> np.ndarray:
+        """The row of a role's table that each pair reads: [S, T], clamped into the table."""
+        texts = dict(entry.split(":", 1) for entry in self.relative_index.split(";"))
+        text = next(text for name, text in texts.items() if name.strip() == role)
+        S, T = self.q.shape[2], self.k.shape[2]
+        past = T - S if self.query_offset else 0
+        values = {"S": S, "T": T, "P": past, "q": (np.arange(S) + past)[:, None], "k": np.arange(T)[None, :]}
+        tables = {n: a for n, a in self.operands.items() if n.startswith("table")}
+        named = MaskExpression.parse_integer(text.strip(), tables).evaluate({**values, **tables})
+        rows: np.ndarray = np.clip(np.broadcast_to(named, (S, T)), 0, self.relative[role].shape[1] - 1)
+        return rows
+
     def attributes(self) -> dict[str, int | float | str]:
         """The attributes of StofAttention for this problem."""
         attributes: dict[str, int | float | str] = {
@@ -62,10 +79,13 @@ class Problem:
             "query_offset": int(self.query_offset),
             "softcap": self.softcap,
         }
+        if self.relative_index:
+            attributes["relative_index"] = self.relative_index
         return attributes if self.scale is None else {**attributes, "scale": self.scale}
 
     def _collect_added(self) -> dict[str, np.ndarray]:
         added = {"bias": self.bias, "relative_bias": self.relative_bias, "sink": self.sink}
+        added |= {**self.relative, "relative_bias_factor": self.relative_bias_factor}
         return {role: array for role, array in added.items() if array is not None}
 
     def inputs(self) -> list[np.ndarray]:
@@ -148,6 +168,10 @@ def reference(problem: Problem) -> np.ndarray:
     elif problem.empty_rows is EmptyRows.ALL:
         weights = np.where(empty, _softmax(plain), weights)
     output: np.ndarray = np.einsum("bhst,bhtd->bhsd", weights, v)
+    if "relative_value" in problem.relative:
+        rows = problem.relative["relative_value"].astype(np.float64)
+        rows = np.broadcast_to(rows, (problem.q.shape[1], *rows.shape[1:]))[:, problem.rows("relative_value")]
+        output = output + np.einsum("bhst,hstd->bhsd", weights, rows)
     return output
 
 
@@ -175,7 +199,11 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     k = np.repeat(problem.k.astype(np.float64), repeat, axis=1)
     T = k.shape[2]
     scale = 1 / np.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
-    plain = np.einsum("bhsd,bhtd->bhst", q, k) * scale
+    plain = np.einsum("bhsd,bhtd->bhst", q, k)
+    for role in problem.relative:
+        if role != "relative_value":
+            plain = plain + _multiply_rows(problem, role, q, k)
+    plain = plain * scale
     if problem.softcap:
         plain = problem.softcap * np.tanh(plain / problem.softcap)
     if problem.bias is not None:
@@ -184,8 +212,25 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         S = q.shape[2]
         radius = problem.relative_bias.shape[1] // 2
         distance = np.arange(T)[None, :] - np.arange(S)[:, None] - (T - S if problem.query_offset else 0)
-        plain = plain + problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
+        added = problem.relative_bias.astype(np.float64)[None, :, np.clip(distance, -radius, radius) + radius]
+        if problem.relative_bias_factor is not None:
+            added = added * problem.relative_bias_factor.astype(np.float64)[..., None]
+        plain = plain + added
     return plain, np.where(problem.evaluate_mask(), plain, -np.inf)
+
+
+def _multiply_rows(problem: Problem, role: str, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The product of queries, or keys, with the rows that pairs name: [B, H, S, T]."""
+    of_keys = role == "relative_query"
+    vectors = k if of_keys else q
+    table, rows = problem.relative[role].astype(np.float64), problem.rows(role)
+    D = vectors.shape[-1]
+    full = np.einsum("bhnd,hld->bhnl", vectors, np.broadcast_to(table, (q.shape[1], *table.shape[1:]))[..., :D])
+    if table.shape[-1] == D + 1:
+        full = full + table[None, :, None, :, D]
+    rows = rows.T if of_keys else rows
+    term = np.take_along_axis(full, np.broadcast_to(rows, (*full.shape[:3], rows.shape[1])), -1)
+    return np.swapaxes(term, 2, 3) if of_keys else term
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

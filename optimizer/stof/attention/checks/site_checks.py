@@ -24,6 +24,7 @@ from stof.attention.checks.site_comparison import (
 )
 from stof.attention.emit import Rewrite, parts_of
 from stof.attention.function_body import OP
+from stof.attention.relative_terms.tables import compute_table
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
 from stof.execution.case import Case, Counts, Padding
@@ -182,6 +183,9 @@ class AttentionChecks(SiteChecks):
             tensors += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
             tensors += [site.query_factor[1]] if site.query_factor is not None else []
             tensors += [o.tensor for o in rewrite.mask.operands]
+            tensors += [t.table.tensor for t in rewrite.mask.relative_terms if t.table.tensor]
+            factor = rewrite.mask.relative_factor
+            tensors += [] if factor is None else [factor.tensor]
         drawn = [n for n in tensors if n not in initializers]
         return [n for n in dict.fromkeys([*heads, *drawn]) if n not in inputs]
 
@@ -192,6 +196,7 @@ class AttentionChecks(SiteChecks):
         rewrites = scope.rewrites(self.rewrites)
         writers = {o: n for n in graph.node for o in n.output}
         read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
+        read |= {t.table.tensor for r in rewrites for t in r.mask.relative_terms}
         read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
         arrays = {**_read_constants(graph, scope.working.base.graph, read), **captured}
         for rewrite in rewrites:
@@ -222,6 +227,13 @@ class AttentionChecks(SiteChecks):
                     and (total := _sum_bias(site, mask.bias, arrays)) is not None
                 ):
                     arrays[input_names["bias"]] = total
+                factor = mask.relative_factor
+                if factor is not None and factor.tensor in arrays:
+                    arrays[input_names["relative_bias_factor"]] = factor.lay_out(arrays[factor.tensor], site.num_heads)
+                for relative in mask.relative_terms:
+                    if input_names[relative.role] not in arrays and relative.table.tensor in arrays:
+                        table = compute_table(relative, arrays[relative.table.tensor])
+                        arrays[input_names[relative.role]] = table
                 if rows is not None and rewrite.mask.weaker is not None and "segment_q" in input_names:
                     arrays[input_names["segment_q"]] = rows
             if not all(n in arrays for node in nodes for n in node.input[3:]):

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stof.attention.describe.site_problem import SiteProblem
-from stof.attention.limits import limits_of, type_names
+from stof.attention.limits import limits_of, operand_roles, type_names
 from stof.mask.expression import MaskExpression
+from stof.mask.relative_terms.factor import FACTOR_ROLE
 from stof.runtime.library import LibraryError, Mask
 
 # Our kernel: about 0.75 of the FMA rate on full tiles, a little less where tiles are partial.
@@ -60,9 +61,14 @@ def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     """The estimated gain over the runtime's own nodes at S = T = ``length``."""
     density = tile_density(problem, length)
     work = 2.0 * problem.head_size + 2.0 * problem.value_head_size
-    operator_time = max(density, 1e-6) * work / 2 / _OWN_RATE  # a mask may allow nothing at a length
+    # Each product of a table costs what query times key does; the runtime multiplies about twice as many rows as there are keys,
+    # and moves the result to pairs.
+    products = len(problem.relative_terms)
+    own_work = work + 2.0 * products * problem.head_size
+    operator_time = max(density, 1e-6) * own_work / 2 / _OWN_RATE  # a mask may allow nothing at a length
     passes = _PASSES if length * length > _CACHE_SCORES else _PASSES_CACHED
-    runtime_time = work / 2 / _DENSE_RATE + passes * _PASS
+    runtime_work = work + 4.0 * products * problem.head_size
+    runtime_time = runtime_work / 2 / _DENSE_RATE + (1 + products) * passes * _PASS
     return GainEstimate(length, density, runtime_time / operator_time)
 
 
@@ -76,6 +82,10 @@ def refusals(problem: SiteProblem) -> list[str]:
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected 1 to {largest}")
     if problem.dtype not in types:
         reasons.append(f"element type {problem.dtype}, expected {type_names(types, 'or')}")
-    if len(problem.tables) + len(problem.operands) + problem.has_bias > limits.most_operands:
+    roles = {role for role, *_ in problem.relative_terms} | ({FACTOR_ROLE} if problem.has_relative_factor else set())
+    if missing := sorted(roles - operand_roles()):
+        reasons.append(f"the plugin library takes no {', '.join(missing)}")
+    added = problem.has_bias + problem.has_relative_factor + len(problem.relative_terms)
+    if len(problem.tables) + len(problem.operands) + added > limits.most_operands:
         reasons.append(f"more than {limits.most_operands} operands")
     return reasons

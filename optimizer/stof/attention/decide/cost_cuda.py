@@ -94,7 +94,7 @@ def refusals(problem: SiteProblem) -> list[str]:
         return []  # refused on every target
     limits, sizes = types[problem.dtype], (problem.head_size, problem.value_head_size)
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
-    reasons = []
+    reasons = [f"no kernel on CUDA takes {role}" for role, *_ in problem.relative_terms[:1]]
     if any(size % unit for size in sizes):
         same = type_names((t for t in types if types[t].head_size_multiple_of == unit), "and")
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected multiples of {unit} in {same} on CUDA")

@@ -48,7 +48,7 @@ def refusals(problem: SiteProblem) -> list[str]:
         type_name = TensorProto.DataType.Name(problem.dtype)
         wanted = " or ".join(TensorProto.DataType.Name(t) for t in types)
         return [f"element type {type_name}, expected {wanted} on a GPU: convert the model before it is optimized"]
-    reasons = []
+    reasons = [f"no kernel on a GPU takes {role}" for role, *_ in problem.relative_terms[:1]]
     sizes, limits = (problem.head_size, problem.value_head_size), types[problem.dtype]
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
     if max(sizes) > largest or any(n % unit for n in sizes):

@@ -11,9 +11,10 @@ from pathlib import Path
 import onnx
 
 from stof.attention.describe.site_problem import SiteProblem
+from stof.attention.limits import relative_roles
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import NAMES, SiteReport, Step
-from stof.attention.split_mask_sums import split_terms
+from stof.attention.split_mask_sums import split_filled_terms, split_terms
 from stof.errors import GuardError, UnsupportedError
 from stof.mask.accept import accept, with_or_without_guard
 from stof.mask.check.checker import MaskChecker
@@ -24,6 +25,8 @@ from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
+from stof.mask.relative_terms.factor import FACTOR_ROLE, with_factor
+from stof.mask.relative_terms.lift import with_relative_terms, without_relative_terms
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, MaskTerm, NoteReason, Operand
 from stof.mask.stated_masks import state
 from stof.options import Options
@@ -110,19 +113,55 @@ class SiteDescriber:
             step = Step.LIFT
             site = split_terms(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
+            site, mask = self._with_relative_terms(site, entry, mask)
+            masked = without_relative_terms(site, mask)
             if entry is None or not entry.empty_rows:
-                mask = self.prover.simplify_empty_rows(site, mask)
+                mask = self.prover.simplify_empty_rows(masked, mask)
             notes = tuple(map(str, mask.notes))
             row = replace(row, mask=mask.expression.text, family=mask.family, notes=notes)
             step = Step.CHECK
-            accept(self.checker, site, mask, ignore_empty_rows=self._ignores_rows(site))
-            row = replace(row, notes=(*notes, *_assumption_notes(self.checker.find_binary_inputs(site, mask))))
+            accept(self.checker, masked, mask, ignore_empty_rows=self._ignores_rows(site))
+            row = replace(row, notes=(*notes, *_assumption_notes(self.checker.find_binary_inputs(masked, mask))))
         except UnsupportedError as error:
             if isinstance(error, GuardError) and site.unguarded is not None:
                 raise
             return DescribedSite(site, row, entry, reason=str(error), step=step)
         problem = SiteProblem.of(site, mask)
         return DescribedSite(site, row, entry, mask, problem, ignores_rows=self._ignores_rows(site))
+
+    def _with_relative_terms(
+        self, site: AttentionSite, entry: SitePlan | None, mask: LiftedMask
+    ) -> tuple[AttentionSite, LiftedMask]:
+        """The site and its mask with products with tables by relative position, where the target's kernels take them.
+
+        A term that a mask fills is split for it. The site and mask as they are, where the masks do not hold with these products.
+        """
+        roles = relative_roles() if self.options.tuned_for.takes_relative_terms else frozenset()
+        if not roles or not mask.bias:
+            return site, mask
+        split = split_filled_terms(self.checker.index, self.symbolic, site, mask.bias)
+        ways = [split, site] if split != site and self._may_split(split, entry) else [site]
+        for way in ways:
+            try:
+                before = mask if way == site else with_relative_bias(self.checker, way, self._mask(way, entry))
+                lifted = with_relative_terms(self.checker, way, before, roles)
+                lifted = with_factor(self.checker, way, lifted) if FACTOR_ROLE in roles else lifted
+                if lifted.relative_terms or lifted.relative_factor is not None:
+                    rest = without_relative_terms(way, lifted)
+                    accept(self.checker, rest, lifted, ignore_empty_rows=self._ignores_rows(way))
+                    return way, lifted
+            except UnsupportedError:
+                continue
+        return site, mask
+
+    def _may_split(self, split: AttentionSite, entry: SitePlan | None) -> bool:
+        """Whether no one states a mask for a site, or the one that a plan has is that of its split terms."""
+        if split.name in self.options.masks or str(split.index) in self.options.masks:
+            return False
+        try:
+            return entry is None or _is_text_of(entry.mask, self._lift_once(split).expression)
+        except UnsupportedError:
+            return False
 
     def _ignores_rows(self, site: AttentionSite) -> bool:
         """Whether fully masked rows of a site may differ from the graph's."""

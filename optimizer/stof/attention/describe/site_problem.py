@@ -33,6 +33,9 @@ class SiteProblem:
         has_bias: a tensor is added to the scores.
         has_relative_bias: a table by distance is added to the scores.
         has_sink: each row's softmax has a logit more.
+        relative_terms: products with rows by relative position: role, index, heads of the table (H or 1), whether rows have a
+            column more.
+        has_relative_factor: the table by distance is multiplied by a number of each query.
         replaces_fused_node: the baseline is one fused node of the runtime.
     """
 
@@ -51,6 +54,8 @@ class SiteProblem:
     has_bias: bool = False
     has_relative_bias: bool = False
     has_sink: bool = False
+    relative_terms: tuple[tuple[str, str, int, bool], ...] = ()
+    has_relative_factor: bool = False
     replaces_fused_node: bool = False
 
     @classmethod
@@ -72,6 +77,8 @@ class SiteProblem:
             has_bias=bool(mask.bias),
             has_relative_bias=mask.relative is not None,
             has_sink=site.sink is not None,
+            relative_terms=tuple((t.role, t.index.text, t.heads, bool(t.table.shift)) for t in mask.relative_terms),
+            has_relative_factor=mask.relative_factor is not None,
             replaces_fused_node=stands_for_fused(site),
         )
 
@@ -83,7 +90,9 @@ class SiteProblem:
     @property
     def has_kernel_choice(self) -> bool:
         """Whether several kernels can run it: biases, softcap and scales that are not positive have one kernel."""
-        return not (self.has_bias or self.has_relative_bias or self.softcap > 0 or self.scale <= 0)
+        return not (
+            self.relative_terms or self.has_bias or self.has_relative_bias or self.softcap > 0 or self.scale <= 0
+        )
 
     @property
     def cache_key(self) -> dict[str, object]:
@@ -99,4 +108,7 @@ class SiteProblem:
             "dtype": self.dtype,
             "softcap": self.softcap,
             "query_offset": self.query_offset,
+            # Earlier versions have no such problems.
+            **({"relative_terms": [list(t) for t in self.relative_terms]} if self.relative_terms else {}),
+            **({"relative_factor": True} if self.has_relative_factor else {}),
         }

@@ -31,6 +31,7 @@ from stof.mask.site import AttentionSite, LiftedMask, MaskTerm, TermKind
 from stof.mask.strength import LOWEST
 from stof.symbolic import Symbolic
 from stof.symbolic.facts import dtype_kind
+from stof.symbolic.trace import Trace
 
 _MIN_LENGTHS = 3  # at which a mask must be compared
 
@@ -48,10 +49,14 @@ class MaskChecker:
         self.runner = MaskRunner(model, symbolic)
         self.index = self.runner.index
         self.hashes = SubgraphHashes(self.index, symbolic)
+        self.trace = Trace(symbolic, self.index)
         self.checked_rows: set[tuple[object, ...]] = set()  # masks whose fully masked rows were compared
         self.relatives: dict[
             tuple[object, ...], LiftedMask
         ] = {}  # masks with their biases as tables, where they can be
+        self.row_runs: dict[
+            tuple[object, ...], object
+        ] = {}  # what runs showed of rows of relative tables, by relative_terms
         self.compared_lengths: set[int] = set()
         self._passed: set[tuple[object, ...]] = set()
         self._binary_inputs: dict[tuple[object, ...], list[str]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -124,6 +125,10 @@ class MaskRunner:
         """The tensors on whose data the mask tensors of a site depend."""
         return self._sources([t.tensor for t in site.terms])
 
+    def inputs_behind(self, tensor: str) -> set[str]:
+        """The model inputs on whose data a tensor depends."""
+        return self._sources([tensor]) & self.inputs
+
     def _sources(self, tensors: Iterable[str]) -> set[str]:
         seen: set[str] = set()
         pending = list(tensors)
@@ -219,7 +224,12 @@ class MaskRunner:
         return {**feeds, **dict(zip(names, self.run(names, feeds, sizes), strict=True))} if names else feeds
 
     def values(
-        self, site: AttentionSite, terms: Sequence[MaskTerm], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+        self,
+        site: AttentionSite,
+        terms: Sequence[MaskTerm],
+        feeds: dict[str, np.ndarray],
+        sizes: dict[str, int],
+        replaced: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> list[np.ndarray]:
         """The tensors of terms as they broadcast to [B, H, S, T].
 
@@ -227,20 +237,26 @@ class MaskRunner:
             DoesNotRunError: when they cannot be run at these sizes, or broadcast to another shape.
         """
         whole = score_sizes(site, sizes)
-        arrays = self.run([t.tensor for t in terms], feeds, sizes)
+        arrays = self.run([t.tensor for t in terms], feeds, sizes, replaced)
         try:
             return [t.spread(a, whole) for t, a in zip(terms, arrays, strict=True)]
         except ValueError as error:
             raise DoesNotRunError(f"a mask does not broadcast to the scores: {error}") from error
 
-    def run(self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]) -> list[np.ndarray]:
-        """Tensors of the model, of what is fed.
+    def run(
+        self,
+        tensors: list[str],
+        feeds: dict[str, np.ndarray],
+        sizes: dict[str, int],
+        replaced: Mapping[str, np.ndarray] = MappingProxyType({}),
+    ) -> list[np.ndarray]:
+        """Tensors of the model, of what is fed. Tensors that are ``replaced`` are fed, too, instead of being computed.
 
         Raises:
             DoesNotRunError: when a runtime cannot compute them.
             UnsupportedError: when what they depend on is not known.
         """
-        nodes, cut_feeds, used = self._cut(tensors, feeds, sizes)
+        nodes, cut_feeds, used = self._cut(tensors, feeds, sizes, replaced)
         names = list(dict.fromkeys(tensors))
         inputs = [
             helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
@@ -253,9 +269,12 @@ class MaskRunner:
             raise UnsupportedError(
                 f"mask {names[0]!r} depends on a constant in {min(files)!r} that is too large to be read"
             )
-        # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32.
-        model = widen(model, kinds={int(TensorProto.BFLOAT16)})
-        cut_feeds = {n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in cut_feeds.items()}
+        # The CPU provider has few bfloat16 kernels, and every bfloat16 number is one of fp32. What is replaced by larger numbers
+        # than fp16 holds runs in fp32 as well.
+        wide = {int(TensorProto.BFLOAT16), *([int(TensorProto.FLOAT16)] if replaced else [])}
+        names_of_wide = {helper.tensor_dtype_to_np_dtype(t).name for t in wide}
+        model = widen(model, kinds=wide)
+        cut_feeds = {n: a.astype(np.float32) if a.dtype.name in names_of_wide else a for n, a in cut_feeds.items()}
         try:
             results = _execute(model, names, cut_feeds)
         except TimeoutError:
@@ -267,7 +286,11 @@ class MaskRunner:
         return [by_name[n] for n in tensors]
 
     def _cut(
-        self, tensors: list[str], feeds: dict[str, np.ndarray], sizes: dict[str, int]
+        self,
+        tensors: list[str],
+        feeds: dict[str, np.ndarray],
+        sizes: dict[str, int],
+        replaced: Mapping[str, np.ndarray],
     ) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray], list[str]]:
         needed: set[str] = set()
         cut_feeds: dict[str, np.ndarray] = {}
@@ -276,6 +299,9 @@ class MaskRunner:
         while pending:
             name = pending.pop()
             if not name or name in needed:
+                continue
+            if name in replaced:
+                cut_feeds[name] = replaced[name]
                 continue
             needed.add(name)
             node = self.index.producer(name)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from stof.graph.index import GraphIndex, is_standard, subgraphs
 from stof.symbolic import Symbolic
 
@@ -23,6 +25,14 @@ class SubgraphHashes:
             number = self._numbers.setdefault(self._key(tensor), len(self._numbers))
             self._tensors[tensor] = number
         return number
+
+    def of_cut(self, tensor: str, cut: Mapping[str, object]) -> int:
+        """The number of a tensor with others, by name, as if they were equal where they have equal keys."""
+        hashes = SubgraphHashes(self.index, self.symbolic)
+        hashes._numbers = self._numbers
+        for name, key in cut.items():
+            hashes._tensors[name] = self._numbers.setdefault(("cut", key), len(self._numbers))
+        return hashes.of(tensor)
 
     def _key(self, tensor: str) -> tuple[object, ...]:
         node = self.index.producer(tensor)

@@ -23,16 +23,22 @@ _SHORTEST, _LONGEST = 300, 1300  # lengths at which a bias is run
 _MARGIN = 2  # entries kept beyond the proven radius, which float rounding may move
 
 
-def with_relative_bias(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
-    """The mask with those of its biases that are functions of h and k - q as a table; the same mask if there are none."""
-    key = (mask, site.dims, site.query_offset)  # layers share their bias
+def with_relative_bias(
+    checker: MaskChecker, site: AttentionSite, mask: LiftedMask, *, heads_are_merged: bool = False
+) -> LiftedMask:
+    """The mask with those of its biases that are functions of h and k - q as a table; the same mask if there are none.
+
+    ``heads_are_merged``: biases may have batch and heads in one axis.
+    """
+    key = (mask, site.dims, site.query_offset, heads_are_merged)  # layers share their bias
     if key not in checker.relatives:
-        checker.relatives[key] = _make_table(checker, site, mask)
+        checker.relatives[key] = _make_table(checker, site, mask, heads_are_merged)
     return checker.relatives[key]
 
 
-def _make_table(checker: MaskChecker, site: AttentionSite, mask: LiftedMask) -> LiftedMask:
-    radii = {t: proven_radius(checker.symbolic, site, t) for t in mask.bias if t not in mask.by_data}
+def _make_table(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, heads_are_merged: bool) -> LiftedMask:
+    biases = [t for t in mask.bias if t not in mask.by_data]
+    radii = {t: proven_radius(checker.symbolic, site, t, heads_are_merged=heads_are_merged) for t in biases}
     terms = tuple(t for t, radius in radii.items() if radius is not None)
     if not terms:
         return mask

@@ -8,12 +8,12 @@ computed for every distance that the operator takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, reduce
 
 import numpy as np
 
-from stof.mask.lift import element_of_pair
+from stof.mask.lift import domain_of, element_of_pair
 from stof.mask.site import AttentionSite, MaskTerm, TermKind
 from stof.mask.strength import forbidding_limit
 from stof.symbolic import LONGEST, Cond, Int, Real, Symbolic
@@ -22,14 +22,20 @@ from stof.symbolic.algebra.terms import Atom
 
 _CHUNK = 1 << 19
 _HUGE = float(1 << 53)
+_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"Log": np.log, "Ceil": np.ceil, "Floor": np.floor}
 
 
 class _UnprovenError(Exception):
     """The formula has a part of which nothing is known here."""
 
 
-def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> int | None:
-    """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None."""
+def proven_radius(
+    symbolic: Symbolic, site: AttentionSite, term: MaskTerm, *, heads_are_merged: bool = False
+) -> int | None:
+    """The distance beyond which a bias is constant for each head, where it depends on head and k - q alone; else None.
+
+    ``heads_are_merged``: batch and heads are one axis, of which the head is the remainder.
+    """
     tensor = symbolic.value(term.tensor)
     is_split = term.view is not None and any(map(term.view.splits, (0, 2, 3)))
     if tensor is None or term.kind is not TermKind.ADD or is_split:
@@ -48,9 +54,19 @@ def proven_radius(symbolic: Symbolic, site: AttentionSite, term: MaskTerm) -> in
         return None
     indices = formulas[0].args[1]
     assert isinstance(indices, tuple)
+    if heads_are_merged:
+        indices = tuple(domain_of(site).integer(i) for i in indices)
     rows = [i for i in indices if i.constant is None and not _is_head(i)]
     try:
         return max((_last_change(row) for row in rows), default=0)
+    except _UnprovenError:
+        return None
+
+
+def constant_beyond(row: Int) -> int | None:
+    """The distance beyond which an integer is constant, where it depends on k - q alone; else None."""
+    try:
+        return _last_change(row)
     except _UnprovenError:
         return None
 
@@ -167,6 +183,16 @@ def _evaluate_real(value: object, distance: np.ndarray) -> np.ndarray:
                 return np.asarray(_evaluate_real(args[0], distance) * _evaluate_real(args[1], distance))
             case "div":
                 return np.asarray(_evaluate_real(args[0], distance) / _evaluate_real(args[1], distance))
-            case "opaque" if args[0] == "Log" and len(args) == 2:
-                return np.asarray(np.log(_evaluate_real(args[1], distance)))
+            case "neg":
+                return -_evaluate_real(args[0], distance)
+            case "min" | "max":
+                both = [_evaluate_real(a, distance) for a in args]
+                return np.asarray(np.minimum(*both) if value.kind == "min" else np.maximum(*both))
+            case "bool":
+                return np.asarray(_evaluate_condition(args[0], distance), np.float64)
+            case "select":
+                yes, no = (_evaluate_real(a, distance) for a in args[1:])
+                return np.where(_evaluate_condition(args[0], distance), yes, no)
+            case "opaque" if args[0] in _FUNCTIONS and len(args) == 2:
+                return np.asarray(_FUNCTIONS[str(args[0])](_evaluate_real(args[1], distance)))
     raise _UnprovenError

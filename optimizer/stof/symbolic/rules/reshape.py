@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from stof.symbolic.algebra.conditions import less_equal, select
 from stof.symbolic.algebra.divisions import floor_div, floor_mod
+from stof.symbolic.algebra.domain import Domain
+from stof.symbolic.algebra.piecewise import to_int
 from stof.symbolic.algebra.terms import Int, Scalar, integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.movement_helpers import element_count, moved_fact
@@ -106,14 +112,15 @@ def _reshaped_fact(context: RuleContext, data: Shape, shape: Shape) -> list[Fact
     map_index = None
     if value is not None:
         # Equal sizes may be different expressions on the two sides.
-        same = (tuple(context.canonicalize(d) for d in dims) for dims in (data, shape))
-        map_index = _index_map(data, shape) or _index_map(*same)
+        same_data, same_shape = (tuple(context.canonicalize(d) for d in dims) for dims in (data, shape))
+        divide = _div_mod if context.domain is None else partial(_div_mod_within, context.domain)
+        map_index = _index_map(data, shape, divide) or _index_map(same_data, same_shape, divide)
     if value is None or map_index is None:
         return [Fact(context.fact(0).dtype, shape)]
     return [moved_fact(context, shape, lambda index: value.at(map_index(index)))]
 
 
-def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
+def _index_map(data: Shape, shape: Shape, divide: Callable[[Int, Int], tuple[Int, Int]]):  # type: ignore[no-untyped-def]
     """Maps an index of ``shape`` to one of ``data``, where axes are equal, merged or split; None where it is not known how."""
     source = [a for a, d in enumerate(data) if d != ONE]
     target = [a for a, d in enumerate(shape) if d != ONE]
@@ -146,7 +153,7 @@ def _index_map(data: Shape, shape: Shape):  # type: ignore[no-untyped-def]
             for a in target_axes:
                 flat = flat * shape[a] + index[a]
             for a in reversed(source_axes[1:]):
-                flat, result[a] = _div_mod(flat, data[a])
+                flat, result[a] = divide(flat, data[a])
             if source_axes:
                 result[source_axes[0]] = flat
         return tuple(result)
@@ -163,6 +170,23 @@ def _div_mod(flat: Int, n: Int) -> tuple[Int, Int]:
     if n.constant is not None:
         return floor_div(flat, n.constant), floor_mod(flat, n.constant)
     return flat.divmod(n)
+
+
+def _div_mod_within(domain: Domain, flat: Int, n: Int) -> tuple[Int, Int]:
+    """Quotient and remainder, with conditions where that by terms may be a row off: ``(q + 1) * n - 1`` lies in row q.
+
+    As by terms where it may be farther off: a later Reshape may put both together again.
+    """
+    quotient, rest = _div_mod(flat, n)
+    low, high = domain.bound(rest + n, upper=False), domain.bound(rest - n - n, upper=True)
+    is_exact = domain.bound(rest, upper=False) >= 0 and domain.bound(rest - n, upper=True) < 0
+    if n.constant is not None or is_exact or low < 0 or high >= 0:
+        return quotient, rest
+    is_before, is_behind = less_equal(rest, ZERO - ONE), less_equal(n, rest)
+    places = [(quotient - ONE, rest + n), (quotient, rest), (quotient + ONE, rest - n)]
+    before, own, behind = (tuple(place) for place in places)
+    chosen = [to_int(select(is_before, before[i], to_int(select(is_behind, behind[i], own[i])))) for i in range(2)]
+    return chosen[0], chosen[1]
 
 
 def _flatten(context: RuleContext) -> list[Fact] | None:
