@@ -64,16 +64,21 @@ Status AttentionJob::Run() {
     return RunTiled();
   }
   AttentionPlan plan;
-  STOF_RETURN_IF_ERROR(Choose(&plan));
-  // A scheduled kernel leaves rows without an allowed key to a second one, and needs no bias itself.
-  if (plan.family->role != KernelRole::kScheduled && BindExistingKeys()) STOF_RETURN_IF_ERROR(Choose(&plan));
+  STOF_RETURN_IF_ERROR(ChooseForExistingKeys(&plan));
   return RunPlan(&plan);
 }
 
-bool AttentionJob::BindExistingKeys() {
-  if (args_.mask.existing_keys == nullptr || args_.mask.empty_rows != EmptyRows::kAll) return false;
+Status AttentionJob::ChooseForExistingKeys(AttentionPlan* plan) {
+  STOF_RETURN_IF_ERROR(Choose(plan));
+  // A scheduled kernel leaves rows without an allowed key to a second one, and needs no bias itself.
+  if (plan->family->role == KernelRole::kScheduled || !BindExistenceBias()) return Status();
+  return Choose(plan);
+}
+
+bool AttentionJob::BindExistenceBias() {
+  if (args_.mask.existence_bias == nullptr || args_.mask.empty_rows != EmptyRows::kAll) return false;
   const int64_t T = args_.shape.T;
-  params_.bias = args_.mask.existing_keys, params_.bias_is_float = 1;
+  params_.bias = args_.mask.existence_bias, params_.bias_is_float = 1;
   params_.bias_stride_b = T, params_.bias_stride_h = params_.bias_stride_q = 0, params_.bias_stride_k = 1;
   problem_.has_softcap_or_bias = problem_.has_full_bias = true;
   problem_.has_aligned_bias = T % 4 == 0;  // elements of 16 bytes
@@ -103,7 +108,7 @@ Status AttentionJob::Prepare() {
   pins_mask_ = context_.keeper != nullptr;
   STOF_RETURN_IF_ERROR(Describe());
   AttentionPlan plan;
-  STOF_RETURN_IF_ERROR(Choose(&plan));
+  STOF_RETURN_IF_ERROR(ChooseForExistingKeys(&plan));
   return plan.family->prepare(this, *plan.kernel);
 }
 
@@ -119,11 +124,11 @@ Status AttentionJob::RunTiled() {
 }
 
 Status AttentionJob::RunTiledForEmptyRows(const uint32_t* pad_bits, int32_t* empty_flags) {
-  BindExistingKeys();
+  BindExistenceBias();
   if (args_.mask.do_queries_exist_as_keys) {
     const AttentionShape& shape = args_.shape;
-    STOF_RETURN_IF_ERROR(CheckLaunch(
-        LaunchClearFlags(args_.mask.existing_keys, shape.B, shape.H, shape.S, empty_flags, context_.stream)));
+    STOF_RETURN_IF_ERROR(CheckLaunch(LaunchClearFlags(args_.mask.existence_bias + part_.row, shape.T, shape.B, shape.H,
+                                                      shape.S, empty_flags, context_.stream)));
   }
   params_.pad_bits = pad_bits;
   params_.only_flagged = empty_flags;

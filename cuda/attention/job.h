@@ -108,8 +108,10 @@ class AttentionJob {
   Status RunPlan(AttentionPlan* plan);
   // Writes the plan and the other kernels with their predicted times, where STOF_CUDA_PRINT_PLANS asks for that.
   Status PrintPlan(const AttentionPlan& plan) const;
-  // Makes a bias of MaskArgs::existing_keys, for kernels that compute rows without an allowed key; false: needs none.
-  bool BindExistingKeys();
+  // Chooses the kernel, and binds MaskArgs::existence_bias where it computes rows without an allowed key itself.
+  Status ChooseForExistingKeys(AttentionPlan* plan);
+  // Takes MaskArgs::existence_bias for the bias; false: no row needs it.
+  bool BindExistenceBias();
 
   // ---- cuda/attention/job_memory.cc ----
   Status MakeMask(const MaskForm& form);

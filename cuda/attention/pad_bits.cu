@@ -55,7 +55,8 @@ int Run(const void* pad, int64_t batches, int64_t B, int64_t keys, uint32_t* bit
 }
 
 // One warp looks at the flags of 64 rows.
-__global__ void ClearFlags(const float* exists, int64_t B, int64_t H, int64_t S, int32_t* flags) {
+__global__ void ClearFlags(const float* existence_bias, int64_t stride, int64_t B, int64_t H, int64_t S,
+                           int32_t* flags) {
   const int64_t of_head = (S + kRowsPerFlag - 1) / kRowsPerFlag, all = B * of_head;
   const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
   const auto lane = static_cast<int>(threadIdx.x % 32);
@@ -63,7 +64,7 @@ __global__ void ClearFlags(const float* exists, int64_t B, int64_t H, int64_t S,
     const int64_t b = at / of_head, number = at % of_head;
     bool any = false;
     for (int64_t row = number * kRowsPerFlag + lane; row < S && row < (number + 1) * kRowsPerFlag; row += 32) {
-      any = any || exists[b * S + row] == 0.0f;
+      any = any || existence_bias[b * stride + row] == 0.0f;
     }
     if (__any_sync(~0u, any)) continue;
     for (int64_t h = lane; h < H; h += 32) flags[(b * H + h) * of_head + number] = 0;
@@ -72,12 +73,13 @@ __global__ void ClearFlags(const float* exists, int64_t B, int64_t H, int64_t S,
 
 }  // namespace
 
-int LaunchClearFlags(const float* exists, int64_t B, int64_t H, int64_t S, int32_t* flags, void* stream) {
+int LaunchClearFlags(const float* existence_bias, int64_t stride, int64_t B, int64_t H, int64_t S, int32_t* flags,
+                     void* stream) {
   if (B == 0 || H == 0 || S == 0) return 0;
   constexpr int kThreads = 256;
   constexpr int64_t kMostBlocks = 1 << 16;
   const int64_t blocks = (B * ((S + kRowsPerFlag - 1) / kRowsPerFlag) + kThreads / 32 - 1) / (kThreads / 32);
-  void* arguments[] = {&exists, &B, &H, &S, &flags};
+  void* arguments[] = {&existence_bias, &stride, &B, &H, &S, &flags};
   return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(ClearFlags),
                                            dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
                                            dim3(kThreads), arguments, 0, static_cast<cudaStream_t>(stream)));

@@ -47,9 +47,10 @@ struct AttentionParams {
 int LaunchPadBits(const void* pad, DType dtype, int64_t batches, int64_t B, int64_t T, uint32_t* bits, int32_t* cleared,
                   int64_t zeros, void* stream);
 
-// Clears the flags [B, H, ceil(S / 64)] of 64 query rows none of which exists: exists [B, S] is not 0 for them. Gives a
-// CUDA error code, 0 for none. stream is a cudaStream_t.
-int LaunchClearFlags(const float* exists, int64_t B, int64_t H, int64_t S, int32_t* flags, void* stream);
+// Clears the flags [B, H, ceil(S / 64)] of 64 query rows none of which exists. existence_bias [B, S], whose rows are
+// `stride` apart: 0 where a query exists. Gives a CUDA error code, 0 for none. stream is a cudaStream_t.
+int LaunchClearFlags(const float* existence_bias, int64_t stride, int64_t B, int64_t H, int64_t S, int32_t* flags,
+                     void* stream);
 
 }  // namespace cuda
 }  // namespace stof

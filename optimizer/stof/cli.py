@@ -114,7 +114,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="TOKENS",
-        help="room for so many tokens in every run, so that a CUDA graph can be captured; more of them are an error",
+        help="room for so many tokens in every run, so that a CUDA graph can be captured; more are an error, on CUDA NaN",
     )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
 

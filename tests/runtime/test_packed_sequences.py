@@ -177,8 +177,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "beyond": ({CUMULATIVE: i32(0, 3, 9, 9)}, f"{CUMULATIVE}[2] is 9, expected 3 (the entry before it) to 8"),
     "last entry": (
         {CUMULATIVE: i32(0, 3, 3, 9)},
-        f"{CUMULATIVE}[3] is 9, expected 3 (the entry before it) to 8 (the length of query); optimize with a larger "
-        "--unpad-capacity",
+        f"{CUMULATIVE}[3] is 9, expected 3 (the entry before it) to 8 (the length of query); "
+        "a model of fixed capacity needs a larger --unpad-capacity",
     ),
     "no sequence": (
         {CUMULATIVE: i32(1), "pad": np.ones((0, 9), bool), "first_position": i32()},
@@ -252,7 +252,7 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "last entry": (
         {"cumulative_key_length": i32(0, 3, 3, 9)},
-        "cumulative_key_length[3] is 9, expected 3 (the entry before it) to 8 (the length of key); optimize with a larger",
+        "cumulative_key_length[3] is 9, expected 3 (the entry before it) to 8 (the length of key); a model of fixed",
     ),
 }
 

@@ -15,7 +15,8 @@ def test_what_padded_copies_do_not_compute_stays_padded_on_cuda() -> None:
     padded = {"mask": "pad[b, k]", "empty_rows": "all", "operands": "pad bias"}
     region = UnpaddedRegion(PadMask("mask"), (integer(1), integer(1)), "ids", {}, frozenset({1}), frozenset({2}))
     for changed, reason in (
-        ({}, ""),
+        ({}, "has a bias"),
+        ({"operands": "pad"}, ""),
         ({"mask": "abs(q - k) <= 8 and pad[b, k]"}, "has a bias"),
         ({"mask": "abs(q - k) <= 8 and pad[b, k]", "empty_rows": "mean"}, ""),
         ({"mask": "abs(q - k) <= 8 and pad[b, k]", "operands": "pad"}, ""),

@@ -8,23 +8,17 @@ import onnx
 from stof.graph.node_fields import plain_attributes_of
 from stof.unpadding.region import UnpaddedRegion
 
-_PAD_ALONE = ("", "pad[b, k]")  # masks that allow all keys that are not padding
-
 
 def find_uncopied(graph: onnx.GraphProto, region: UnpaddedRegion) -> str:
     """Why an attention of a region cannot run over padded copies; empty where all of them can.
 
     Rows without an allowed key attend all keys under ``empty_rows`` ``all``. Those that exist in the copies alone must
-    not be among them. Where the key padding mask is the whole mask, such a row's sequence has no real key, and all of
-    its keys exist. Else they get a bias, in the place of which there must be none.
+    not be among them, and get a bias of -inf, in the place of which there must be no other.
     """
     for i in sorted(region.sites | region.cross_sites):
         node = graph.node[i]
         attributes = plain_attributes_of(node)
         has_bias = "bias" in str(attributes.get("operands", "")).split()
-        if attributes.get("empty_rows") == "all" and has_bias and attributes.get("mask") not in _PAD_ALONE:
-            return (
-                f"attention {node.name or node.output[0]!r} has a bias, rows that attend all keys (empty_rows is 'all'), and "
-                "a mask of more than padding"
-            )
+        if attributes.get("empty_rows") == "all" and has_bias:
+            return f"attention {node.name or node.output[0]!r} has a bias, and rows that attend all keys (empty_rows is 'all')"
     return ""

@@ -184,7 +184,7 @@ def _find_loss(job: Job) -> str:
     """Why padding stays where nobody asked for it to go: the nodes around regions cost a GPU more than it saves small batches."""
     if job.options.unpad == "on" or job.options.unpad_capacity or job.plan is not None:
         return ""
-    return f"small batches are slower without it on {job.target.name}: see --unpad on and --unpad-capacity"
+    return f"small batches may become slower on {job.target.name}; --unpad on and --unpad-capacity ask for it"
 
 
 def _is_left_out(job: Job) -> bool:

@@ -88,7 +88,8 @@ def describe_padding(v: Verification) -> list[str]:
 def _describe_longer_padding(v: Verification) -> list[str]:
     """How far padding moves the outputs of a dynamically quantized original, and how far those without padding are from it."""
     if v.padding_not_measured:
-        return [f"scales of dynamic quantization are of real tokens alone; what padding does: {v.padding_not_measured}"]
+        scales = "scales of dynamic quantization are of real tokens alone"
+        return [f"{scales}; how far padding moves outputs was not measured: {v.padding_not_measured}"]
     if not v.padding_moves:
         return []
     worst = max(v.padding_moves, key=lambda m: m.apart / max(m.largest, 1e-30))

@@ -43,12 +43,12 @@ Status CheckScores(const ScoreArgs& scores) {
 }
 
 Status CheckExistingKeys(const AttentionArgs& args) {
-  if (args.mask.existing_keys == nullptr) return Status();
+  if (args.mask.existence_bias == nullptr) return Status();
   if (AttendsAllKeys(args.mask.empty_rows) &&
       (args.mask.empty_rows == EmptyRows::kMean || args.scores.bias.data == nullptr)) {
     return Status();
   }
-  return Status::Error("which keys exist goes with rows that attend all keys, under 'all' without a bias of pairs");
+  return Status::Error("existence_bias needs empty_rows mean or all; beside all, there is no bias of pairs");
 }
 
 Status CheckQuantized(const AttentionArgs& args) {

@@ -135,8 +135,8 @@ struct MaskArgs {
   EmptyRows empty_rows = EmptyRows::kZero;
   // Devices, [B, T]: 0 where a key exists, else -inf; nullptr: all do. Under kAll, rows without an allowed key attend
   // those that exist, and there is no bias of pairs. Under kMean, values without a key are the mean of the others.
-  const float* existing_keys = nullptr;
-  bool do_queries_exist_as_keys = false;  // of the queries, too: what others give is not read
+  const float* existence_bias = nullptr;
+  bool do_queries_exist_as_keys = false;  // it also says which query rows exist; outputs of others are never read
 };
 
 // ---- keys and values ----

@@ -29,11 +29,11 @@ struct SequenceRows {
   Strides packed_stride;  // b is not read
   int64_t heads = 0, size = 0;
   DType dtype = DType::kF32;
-  // Padded rows without a packed one become 0 in tiles of so many positions, from position 0 on, that have rows with
-  // one. In other tiles they keep what they hold; the number of positions or more: all become 0.
+  // Positions are in tiles of so many, from position 0 on. Those without a packed row become 0 in tiles that have a
+  // packed row; other tiles are not written. The number of positions or more: all become 0.
   int64_t tile = 1;
-  // [B, heads, size]: memory for the mean of each sequence's rows; nullptr: none. They take the place of 0. With
-  // KeyExistence::keeps_whole_sequences, these are all rows of sequences of which no key is kept, and no others.
+  // [B, heads, size]: memory for the mean of each sequence's rows; nullptr: none. The mean is written instead of 0;
+  // with KeyExistence::keeps_whole_sequences, to all rows of sequences whose keys are all forbidden, and nowhere else.
   void* means = nullptr;
 };
 

@@ -172,7 +172,7 @@ Status AttentionOp::RunOnCuda(const Tensor* pad, const RunContext& context, Prob
     STOF_RETURN_IF_ERROR(problem->copies.Allocate(problem->is_pad_alone(), context, &problem->args, &pad));
     STOF_RETURN_IF_ERROR(copies.Unpack(backend->packed_sequences, context));
   }
-  // Rows may exist that belong to none of no sequences.
+  // Without a sequence nothing is attended, but packed rows still become 0.
   if (problem->args.shape.B > 0 && problem->args.shape.S > 0) {
     STOF_RETURN_IF_ERROR(
         backend->attention.run(problem->args, pad, *problem->mask, problem->sizes, problem->given, own));

@@ -20,8 +20,8 @@ Status CountBytes(std::initializer_list<int64_t> sizes, size_t* bytes) {
   return Status();
 }
 
-// A multiple of the key tiles of all kernels: of heads of 128 elements, and of larger ones.
-constexpr int64_t kKeyTiles = 128, kKeyTilesOfLargeHeads = 384;
+// Multiples of the key tiles of all kernels (64, 96 and 128; no 96 for heads of up to 64 elements).
+constexpr int64_t kKeyTilesOfSmallHeads = 128, kKeyTiles = 384;
 
 // A placeholder address where nothing is read: aligned as device memory is.
 constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
@@ -72,30 +72,29 @@ Status PaddedCopies::AllocateRows(const RunContext& context, int64_t heads, int6
   return Status();
 }
 
-Status PaddedCopies::CheckEmptyRows(bool is_pad_alone, const AttentionArgs& args) const {
+Status PaddedCopies::CheckEmptyRows(const AttentionArgs& args) const {
   // Keys that do not exist need a bias of their own.
-  if (args.mask.empty_rows != EmptyRows::kAll || is_pad_alone || !has_bias_) return Status();
-  return Status::Error("attribute empty_rows is 'all', expected zero, nan or mean beside bias, " + name_ +
-                       " and a mask of more than pad[b, k] on CUDA");
+  if (args.mask.empty_rows != EmptyRows::kAll || !has_bias_) return Status();
+  return Status::Error("attribute empty_rows is 'all', expected zero, nan or mean beside bias and " + name_ +
+                       " on CUDA");
 }
 
 Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, AttentionArgs* args, const Tensor** pad) {
-  STOF_RETURN_IF_ERROR(CheckEmptyRows(is_pad_alone, *args));
+  STOF_RETURN_IF_ERROR(CheckEmptyRows(*args));
   const AttentionShape& shape = args->shape;
   const EmptyRows empty_rows = args->mask.empty_rows;
   const bool attends_all = AttendsAllKeys(empty_rows);
-  // A mean reads no bias, which may be infinite.
-  const bool is_whole_or_none = is_pad_alone && !(empty_rows == EmptyRows::kMean && has_bias_);
+  // Without biases, which may forbid keys by -inf, all rows of a sequence have an allowed key, or none has. Then marks
+  // allow all keys that exist, and, where the result is their mean, every value is that: no row needs a second pass.
+  const bool is_whole_or_none = is_pad_alone && !has_bias_ && args->scores.relative_bias.table == nullptr;
   if (attends_all && is_whole_or_none) {
-    // All rows of a sequence are without an allowed key, or none is. So marks allow all keys that exist, and, where
-    // the result is their mean, every value is that: no row needs a second pass.
     args->mask.empty_rows = EmptyRows::kZero;
     keys_.keeps_whole_sequences = true;
   }
   // Forbidden keys may hold anything, and values where no key of a tile is allowed. A second pass reads all of them,
   // and the kernels for few queries have other tiles.
   const bool has_second_pass = attends_all && !is_whole_or_none;
-  const int64_t tile = std::max(shape.D, shape.Dv) <= 128 ? kKeyTiles : kKeyTilesOfLargeHeads;
+  const int64_t tile = std::max(shape.D, shape.Dv) <= 64 ? kKeyTilesOfSmallHeads : kKeyTiles;
   value_.tile = has_second_pass || !has_queries_ ? std::max<int64_t>(shape.T, 1) : tile;
   key_.tile = empty_rows == EmptyRows::kAll && has_second_pass ? std::max<int64_t>(shape.T, 1) : 1;
   void* memory = nullptr;
@@ -123,7 +122,7 @@ Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, Atte
   if (!has_second_pass) return Status();
   STOF_RETURN_IF_ERROR(context.Allocate(4 * bytes, &memory));
   keys_.bias = static_cast<float*>(memory);
-  args->mask.existing_keys = keys_.bias;
+  args->mask.existence_bias = keys_.bias;
   args->mask.do_queries_exist_as_keys = has_queries_;
   return Status();
 }

@@ -27,7 +27,7 @@ class PaddedCopies {
 
  private:
   Status AllocateRows(const RunContext& context, int64_t heads, int64_t size, TensorView* view, SequenceRows* rows);
-  Status CheckEmptyRows(bool is_pad_alone, const AttentionArgs& args) const;
+  Status CheckEmptyRows(const AttentionArgs& args) const;
 
   DeviceSequences sequences_;
   std::string name_;  // the role that says where sequences begin

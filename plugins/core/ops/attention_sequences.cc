@@ -144,8 +144,8 @@ Status HostSequences::CheckStarts(const std::string& name) const {
   if (starts_[0] != 0) return Status::Error(At(name, 0, starts_[0]) + ", expected 0");
   for (size_t b = 1; b < starts_.size(); ++b) {
     if (starts_[b] >= starts_[b - 1] && starts_[b] <= rows_) continue;
-    // A model of fixed capacity has more tokens than rows for them.
-    const char* const hint = starts_[b] > rows_ ? "; optimize with a larger --unpad-capacity" : "";
+    // In a model of a fixed capacity.
+    const char* const hint = starts_[b] > rows_ ? "; a model of fixed capacity needs a larger --unpad-capacity" : "";
     return Status::Error(At(name, static_cast<int64_t>(b), starts_[b]) + ", expected " +
                          std::to_string(starts_[b - 1]) + " (the entry before it) to " + std::to_string(rows_) +
                          " (the length of " + (has_queries_ ? "query" : "key") + ")" + hint);
