@@ -72,7 +72,7 @@ def test_what_the_library_answers() -> None:
         assert list(found) == [FP32, FP16, BF16], "messages name types in this order"
         for dtype, one in found.items():
             unit = 8 if target != "cpu" and dtype != FP32 else 1
-            assert one == limits.AttentionLimits(256, unit, 65536, 4194304, 13)
+            assert one == limits.AttentionLimits(256, unit, 65536, 4194304, 18)
     # Packed sequences have no operand that changes nothing: nodes with and without them are other nodes.
     sequences = {"cumulative_sequence_length", "cumulative_key_length", "first_position"}
     assert limits.operand_roles() == {*NEUTRAL, *sequences, "unused"}
@@ -122,11 +122,11 @@ def test_refusals() -> None:
     assert cost_cpu.refusals(problem(head_size=0)) == ["head size 0 / 64, expected 1 to 256"]
     assert cost_cpu.refusals(problem(value_head_size=257)) == ["head size 64 / 257, expected 1 to 256"]
     assert cost_cpu.refusals(problem(dtype=11)) == ["element type 11, expected fp32, fp16 or bf16"]
-    tables = tuple((f"table{i}", "bool", (1,), b"\1") for i in range(12))
+    tables = tuple((f"table{i}", "bool", (1,), b"\1") for i in range(17))
     many = LiftedMask(MASK.expression, (RuntimeOperand("pad", "p"),), tables=tables)
     assert cost_cpu.refusals(problem(mask=many)) == []
     more = LiftedMask(MASK.expression, many.operands, tables=tables, bias=(MaskTerm(TermKind.ADD, "bias"),))
-    assert cost_cpu.refusals(problem(mask=more)) == ["more than 13 operands"]
+    assert cost_cpu.refusals(problem(mask=more)) == ["more than 18 operands"]
     expected = "head size 20 / 64, expected multiples of 8 in fp16 and bf16 on CUDA"
     assert (
         cost_cuda.refusals(problem(head_size=20)) == cost_cuda.refusals(problem(head_size=20, dtype=BF16)) == [expected]
