@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "plugins/core/mask/expr_operate.h"
@@ -100,9 +101,18 @@ bool SeparatedExpr::AddDifference(int32_t node, const Sum& sum) {
     if (!Visit(term)) return false;
   }
   if (!sum.key.empty() || !sum.query.empty()) {
+    // 2 * k - 2 * q is twice k - q.
+    Terms key = sum.key, query = sum.query;
+    int64_t factor = 0;
+    for (const Terms* const terms : {&key, &query}) {
+      for (const auto& term : *terms) factor = std::gcd(factor, term.second);
+    }
+    for (Terms* const terms : {&key, &query}) {
+      for (auto& term : *terms) term.second /= factor;
+    }
     if (!has_difference_) {
       has_difference_ = true;
-      key_ = sum.key, query_ = sum.query;
+      key_ = key, query_ = query;
       // k - q rather than q - k.
       const auto first = key_.empty() ? query_.begin() : key_.begin();
       if ((first->second < 0) != key_.empty()) {
@@ -111,10 +121,10 @@ bool SeparatedExpr::AddDifference(int32_t node, const Sum& sum) {
         }
       }
     }
-    if (key_ == sum.key && query_ == sum.query) {
-      found.sign = 1;
-    } else if (IsNegative(key_, sum.key) && IsNegative(query_, sum.query)) {
-      found.sign = -1;
+    if (key_ == key && query_ == query) {
+      found.factor = factor;
+    } else if (IsNegative(key_, key) && IsNegative(query_, query)) {
+      found.factor = -factor;
     } else {
       return false;
     }
@@ -222,7 +232,7 @@ void SeparatedExpr::EvaluateRows(const ExprSizes& sizes, int64_t low, int64_t co
       if (differences[n] == nullptr) {
         value = Evaluate(Node(nodes[n]), sizes, 0, 0, values);
       } else {
-        value = static_cast<int64_t>(static_cast<uint64_t>(differences[n]->sign) * static_cast<uint64_t>(at) +
+        value = static_cast<int64_t>(static_cast<uint64_t>(differences[n]->factor) * static_cast<uint64_t>(at) +
                                      SumOf(differences[n]->others, values));
       }
     }

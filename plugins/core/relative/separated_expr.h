@@ -11,7 +11,7 @@
 
 namespace stof {
 
-// value(q, k) = F(A(k) - C(q)): q and k stand in sums A(k) - C(q) alone, which are equal up to sign and a constant.
+// value(q, k) = F(A(k) - C(q)): q and k stand in sums A(k) - C(q) alone, which are equal up to a factor and a constant.
 class SeparatedExpr {
  public:
   // False where the expression is no function of one difference. It reads no run-time operand, b and h.
@@ -29,9 +29,9 @@ class SeparatedExpr {
   struct Sum {
     Terms key, query, mixed, constant;  // of k alone, of q alone, of both, of neither
   };
-  // A sum that contains the difference, or another node of k or q alone: sign * difference + the other terms.
+  // A sum that contains the difference, or another node of k or q alone: factor * difference + the other terms.
   struct Difference {
-    int64_t sign = 0;
+    int64_t factor = 0;
     Terms others;
   };
 
