@@ -75,9 +75,11 @@ struct PackedTable {
   bool keeps_products = false;
 
   // Strips of rows may end behind the table.
-  int64_t KeptStride() const { return rows + kStrip; }
-  int64_t FurtherStride() const { return table != nullptr && table->columns > ld ? rows + kStrip : 0; }
-  int64_t WeightStride() const { return rows + kPanel; }
+  STOF_ALWAYS_INLINE int64_t KeptStride() const { return rows + kStrip; }
+  STOF_ALWAYS_INLINE int64_t FurtherStride() const {
+    return table != nullptr && table->columns > ld ? rows + kStrip : 0;
+  }
+  STOF_ALWAYS_INLINE int64_t WeightStride() const { return rows + kPanel; }
 };
 
 struct RelativeTables {
