@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import onnx
 from onnx import helper
 
 from stof.execution.run_failure import FEWER_ROWS
-from stof.graph.index import opset_of
+from stof.graph.index import captured_tensors, is_standard, opset_of, producer_indices
 from stof.graph.names import rename_tensor, unused_prefix
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
@@ -50,11 +50,11 @@ def with_capacity(
         regions: those with a capacity.
     """
     written = copy_model(model)
-    names = {v.name for v in written.graph.input} | {n for node in written.graph.node for n in node.output}
     for i, region in enumerate(regions):
         wanted = {region.source, region.mask.tensor, *(r.indices for r in region.index_reads)}
+        wanted |= {guard.tensor for guard in region.guards}
         output = next((o.name for o in written.graph.output if symbolic.shape(o.name)), "")
-        if not wanted <= names or not output:
+        if not output or not _add_missing(written, unpadded, wanted):
             continue  # nothing of the original says how many tokens there are
         b = Builder(opset_of(model), unused_prefix(written.graph, f"stof_capacity{i}_"))
         sizes = b.add("Shape", [region.source])
@@ -71,3 +71,36 @@ def with_capacity(
         b.nodes.append(helper.make_node("Reshape", [inner, room], [output], name=f"{inner}_back"))
         written.graph.node.extend(b.nodes)
     return written
+
+
+def _add_missing(model: onnx.ModelProto, source: onnx.ModelProto, wanted: Collection[str]) -> bool:
+    """Copies what computes tensors that a model lacks, as a guard's operand; False: they cannot be copied, and nothing is.
+
+    Args:
+        model: is changed.
+        source: has the tensors. Those that both models have are the same.
+        wanted: the names of the tensors.
+    """
+    names = {v.name for v in (*model.graph.input, *model.graph.initializer)}
+    names |= {n for node in model.graph.node for n in node.output}
+    writers = producer_indices(source.graph.node)
+    found: set[int] = set()
+    constants: set[str] = set()
+    pending = list(set(wanted) - names)
+    while pending:
+        name = pending.pop()
+        i = writers.get(name)
+        if i is None:
+            constants.add(name)
+        elif i not in found:
+            found.add(i)
+            node = source.graph.node[i]
+            pending += ({*node.input, *captured_tensors(node)} - names) - {""}
+    nodes = [source.graph.node[i] for i in sorted(found)]
+    copied = [i for i in source.graph.initializer if i.name in constants]
+    is_other = any(not is_standard(n) or names.intersection(n.output) for n in nodes)
+    if is_other or len(copied) < len(constants) or (nodes and opset_of(model) != opset_of(source)):
+        return False
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(copied)
+    return True

@@ -125,12 +125,13 @@ class _Analysis:
             return self._refusal("no input of the model has a batch of texts as long as the keys are")
         self._follow_padding()
         before = find_needed([self.mask.tensor], self.nodes)  # what the mask is computed from
-        indexing = {i for r in self.index_reads for i in self._sources(r.indices)}  # what decides which rows are kept
+        deciding = [r.indices for r in self.index_reads] + [p.guard.tensor for p in self.sites.values() if p.guard]
+        before_rows = {i for name in deciding for i in self._sources(name)}  # what decides which rows are kept
         inside = {
             i: row_wise
             for i, row_wise in self.known.items()
             if i not in taken
-            and i not in indexing
+            and i not in before_rows
             and self._is_unread(self.nodes[i])
             and any(a is not None for a in row_wise.outputs)
             and not before.intersection(self.nodes[i].output)
