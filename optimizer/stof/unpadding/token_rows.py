@@ -17,7 +17,6 @@ from stof.unpadding.find_keys import add_has_keys
 from stof.unpadding.region import UnpaddedRegion
 
 _END = 2**63 - 1  # of a slice to the end
-_BEHIND = 1 << 30  # a position behind all others, exact in fp32: the CUDA provider reduces integers as such numbers
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,15 @@ class TokenRows:
         if region.guards:
             # A sequence that may have no key to attend to keeps all rows, as one without a real token does.
             real = b.add("And", [real, add_has_keys(b, region, real, (tensors.batch, tensors.length))])
-        first = b.reduce("ReduceMin", b.add("Where", [real, self._row, b.constant(_BEHIND)]), 1)
-        last = b.reduce("ReduceMax", b.add("Where", [real, self._row, b.constant(-1)]), 1)
+        # By sums: ONNX Runtime's symbolic shape inference knows no shape of ReduceMin with axes as an input.
+        number = b.add("Cast", [real], to=TensorProto.INT64)
+        is_before = b.add("Equal", [b.add("CumSum", [number, self._one]), self._zero])
+        is_not_behind = b.add("Greater", [b.add("CumSum", [number, self._one], reverse=1), self._zero])
+        first, count = (
+            b.add("ReduceSum", [b.add("Cast", [n], to=TensorProto.INT64), b.constant([1])], keepdims=1)
+            for n in (is_before, is_not_behind)
+        )
+        last = b.add("Sub", [count, self._one])
         before, behind = b.add("Less", [self._row, first]), b.add("Greater", [self._row, last])
         inside = b.add("Not", [b.add("Or", [before, behind])])
         is_whole = b.add("Less", [last, self._zero])  # [B, 1]: no row of the sequence is real
