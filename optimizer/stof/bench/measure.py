@@ -102,14 +102,14 @@ def interleave(calls: Sequence[Callable[[], object]], rounds: int = ROUNDS, warm
 
     def visit(number: int, _: int) -> None:
         time.sleep(_SETTLE)
-        samples[number].append(_least_seconds(calls[number]))
+        samples[number].append(min(time_slice(calls[number])))
 
     take_turns(len(calls), rounds, visit)
     return [Timing.of(s) for s in samples]
 
 
-def _least_seconds(call: Callable[[], object]) -> float:
-    """The least of a slice's calls. Several, since the first call finds the data of other candidates in the caches."""
+def time_slice(call: Callable[[], object]) -> list[float]:
+    """The seconds of a slice's calls. Several, since the first call finds the data of other candidates in the caches."""
     begin = time.perf_counter()
     samples: list[float] = []
     while True:
@@ -118,7 +118,7 @@ def _least_seconds(call: Callable[[], object]) -> float:
         now = time.perf_counter()
         samples.append(now - start)
         if now >= begin + _SLICE and (len(samples) >= _LEAST_CALLS or now >= begin + _LONGEST_SLICE):
-            return min(samples)
+            return samples
 
 
 def rates(threads: int) -> dict[str, float]:

@@ -50,7 +50,7 @@ class AttentionOp final : public Op {
     std::shared_ptr<const AttentionMask> mask;
     ExprSizes sizes;
 
-    // Whether nothing but the key padding mask forbids a key.
+    // Whether the mask is the key padding mask alone; biases may forbid keys, too.
     bool is_pad_alone() const { return mask->parts.fixed.empty() && mask->parts.dynamic.empty(); }
     // By residue class, where the mask is dilated.
     bool Split() {
