@@ -405,7 +405,6 @@ def test_what_a_device_has_not_is_refused(
     words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)
     monkeypatch.setattr(run, "CudaTextBench", Bench)
     assert main(["texts", "--models", "tiny", "--threads", "1", "--results", str(tmp_path), *words]) == 1
     assert message in capsys.readouterr().err

@@ -9,7 +9,8 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,8 +52,13 @@ class Timing:
         return Timing(min(samples), median(samples), max(samples), len(samples), plain, launches)
 
 
-def pin(threads: int) -> None:
-    """Pins this process and its threads to ``threads`` CPUs, of different cores where possible."""
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """Pins this thread, and those that it starts meanwhile, to ``threads`` CPUs, of different cores where possible.
+
+    Raises:
+        ValueError: this process may not use so many CPUs.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
         raise ValueError(f"{threads} threads asked for, but only {len(allowed)} CPUs are available")
@@ -63,8 +69,15 @@ def pin(threads: int) -> None:
         core = _core(cpu)
         (others if core in seen else first_of_cores).append(cpu)
         seen.add(core)
+    openmp = os.environ.get("OMP_NUM_THREADS")
     os.sched_setaffinity(0, [*first_of_cores, *others][:threads])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+        if openmp is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def _core(cpu: int) -> str:
