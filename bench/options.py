@@ -125,7 +125,7 @@ def _add_texts(commands: Commands) -> None:
     texts.add_argument("--batch", nargs="+", type=int, default=[32], metavar="B", help="texts of a batch (32)")
     texts.add_argument("--batches", type=int, default=2, metavar="N", help="run in each order, of 1,024 texts (2)")
     texts.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
-    texts.add_argument("--no-memory", action="store_true", help="do not measure peak memory, as on a GPU")
+    texts.add_argument("--no-memory", action="store_true", help="do not measure peak memory (on a GPU nobody does)")
     texts.add_argument("--limit", type=float, metavar="SECONDS", help="begin no point after that")
     _add_runs(texts, threads=[2])
     texts.set_defaults(results=RESULTS / "texts")

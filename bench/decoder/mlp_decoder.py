@@ -11,6 +11,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,17 @@ _ROUNDS = {"cuda": 7, "cpu": 5}
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints and stores every model that the arguments ask for; 3 where a variant is missing."""
+    with measure.pinned(arguments.threads[0]) if arguments.device == "cpu" else nullcontext():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if unknown := set(arguments.variants or ()) - {v.name for v in VARIANTS}:
         raise ValueError(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(v.name for v in VARIANTS)}")
     device: DecoderDevice
     if arguments.device == "cuda":
         device = CudaDevice()
     else:
-        measure.pin(arguments.threads[0])
         device = HostDevice(arguments.threads[0])
     active, idle = arguments.active, arguments.idle
     shapes = {(n, p): shape_of(n, active, p, idle) for n in arguments.models for p in arguments.precisions}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from bench.decoder.build_decoder import build_decoder
@@ -67,6 +68,11 @@ def plan_of(
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints and stores every decoder that the arguments ask for; 3 where something is missing."""
+    with measure.pinned(arguments.threads[0]) if arguments.device == "cpu" and not arguments.prepare else nullcontext():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     variants = [v for v in VARIANTS if arguments.variants is None or v.name in arguments.variants]
     if unknown := set(arguments.variants or ()) - {v.name for v in VARIANTS}:
         known = ", ".join(v.name for v in VARIANTS)
@@ -77,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.prepare and arguments.device == "cuda":
         device = CudaDevice()
     elif not arguments.prepare:
-        measure.pin(arguments.threads[0])
         device = HostDevice(arguments.threads[0])
     start = time.monotonic()
     records: list[Record] = []

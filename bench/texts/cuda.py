@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points of texts on a GPU: candidates that take turns, and the share of the time in which kernels run."""
+"""Points of texts on a GPU: candidates that take turns, and the time of kernels over that of calls."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -19,13 +18,11 @@ from bench.texts.lengths import TextWindow
 from bench.texts.problem import TextProblem
 from bench.texts.runtimes import CudaRuntime
 from bench.texts.text_models import TextFiles, TextModel
-from stof.bench.measure import Timing, take_turns
+from stof.bench.measure import Timing, take_turns, time_slice
 from stof.bench.results import Record
 from stof.runtime.library import build_info
 
 _WARM = 2  # runs before the first that is timed
-_SLICE = 0.02  # seconds of runs in a round
-_LEAST_RUNS = 3
 
 
 class CudaTextProblem(TextProblem):
@@ -94,7 +91,7 @@ class CudaTextDevice(PointDevice[Any, Runner]):
         for runner in built:
             for _ in range(_WARM):
                 runner.run()
-        take_turns(len(built), rounds, lambda i, _: samples[i].append(_median_seconds(built[i].run)))
+        take_turns(len(built), rounds, lambda i, _: samples[i].append(median(time_slice(built[i].run))))
         return TimedTurns([Timing.of(s) for s in samples], facts={"machine": self._machine()})
 
     def _machine(self) -> Record:
@@ -128,7 +125,7 @@ class CudaTextPoint(Point[TextProblem, Runner]):
 
 
 def _describe_kernels(run: Callable[[], object], seconds: float) -> Record:
-    """The time of a run's kernels, and its share of the time that the run took without the profiler."""
+    """What kernels of one call take, and that over the call's time without the profiler: above 1 where kernels overlap."""
     try:
         found = measure_kernel_time(run)
     except Exception as failure:  # a profile is an extra, and the profiler may fail in any way
@@ -139,16 +136,3 @@ def _describe_kernels(run: Callable[[], object], seconds: float) -> Record:
         "kernels": found.kernels,
         "kernel_share": round(found.kernel_seconds / seconds, 4),
     }
-
-
-def _median_seconds(run: Callable[[], object]) -> float:
-    """The median of a slice's runs."""
-    begin = time.perf_counter()
-    samples: list[float] = []
-    while True:
-        start = time.perf_counter()
-        run()
-        end = time.perf_counter()
-        samples.append(end - start)
-        if end >= begin + _SLICE and len(samples) >= _LEAST_RUNS:
-            return median(samples)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -30,17 +30,12 @@ from bench.texts.text_models import (
 )
 from stof.options import Options
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 CUDA_PRECISIONS = ("float16",)
 PACKED, CAPACITY = "packed", "capacity"
 CUDA_KINDS = (EXPORTED, TRANSFORMERS, PACKED, PADDED, UNPADDED, CAPACITY)
 _PACKED_OPERATORS = ("PackedAttention", "PackedMultiHeadAttention")
 _CAPACITY_STEP = 128  # tokens
-_CAPACITY_OPTION = "unpad_capacity"
 
-AnyOptions = TypeVar("AnyOptions", bound="DataclassInstance")
 Shapes = Mapping[str, tuple[int, int]]
 
 
@@ -82,7 +77,7 @@ def write_capacity_file(
     found = replace(files, paths=dict(files.paths), missing=dict(files.missing), facts=dict(files.facts))
 
     def make(path: Path) -> dict[str, Any]:
-        options = set_capacity(_options("auto", shapes, capability), tokens)
+        options = replace(_options("auto", shapes, capability), unpad_capacity=tokens)
         return optimize_texts(files.paths[EXPORTED], path, options)
 
     make_kinds(found, {CAPACITY: make}, kinds, folder / f"float16.{tokens}")
@@ -93,18 +88,6 @@ def choose_capacity(batches: Sequence[Mapping[str, np.ndarray]]) -> int:
     """The tokens of the batch with the most real ones, as a multiple of 128."""
     most = max(int(feeds["attention_mask"].sum()) for feeds in batches)
     return _CAPACITY_STEP * math.ceil(most / _CAPACITY_STEP)
-
-
-def set_capacity(options: AnyOptions, tokens: int) -> AnyOptions:
-    """Options with the capacity of a captured graph.
-
-    Raises:
-        Unavailable: where stof has no such option.
-    """
-    if _CAPACITY_OPTION not in {field.name for field in fields(options)}:
-        raise Unavailable(f"this version of stof has no option {_CAPACITY_OPTION}")
-    given: dict[str, Any] = {_CAPACITY_OPTION: tokens}
-    return replace(options, **given)
 
 
 def _options(unpad: str, shapes: Shapes, capability: int) -> Options:

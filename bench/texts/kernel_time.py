@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that the kernels of a run take on the device, by torch's profiler, which sees every kernel of the process."""
+"""The time of kernels on the device, by torch's profiler, which sees every kernel of the process."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def tabulate_gpu(records: Sequence[Record]) -> list[str]:
             ratios = _ratios(record["ratio_captured"], _CAPTURED_PEERS)
             captured.append([*point, capacity, *_rates(record, "stof-captured"), *ratios])
     about = (
-        "**Padded texts**: `python -m bench texts --device cuda`, useful tokens a second, the share of the time in which kernels "
-        "run, and how many times as fast as each peer."
+        "**Padded texts**: `python -m bench texts --device cuda`, useful tokens a second, the time of kernels over that of calls "
+        "(above 100 % where kernels overlap), and how many times as fast as each peer."
     )
     found = [about, "", table(head, rows)]
     if captured:

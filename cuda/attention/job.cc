@@ -70,7 +70,7 @@ Status AttentionJob::Run() {
 
 Status AttentionJob::ChooseForExistingKeys(AttentionPlan* plan) {
   STOF_RETURN_IF_ERROR(Choose(plan));
-  // A scheduled kernel leaves rows without an allowed key to a second one, and needs no bias itself.
+  // A scheduled kernel leaves rows without an allowed key to RunTiledForEmptyRows, which binds the bias.
   if (plan->family->role == KernelRole::kScheduled || !BindExistenceBias()) return Status();
   return Choose(plan);
 }

@@ -61,13 +61,13 @@ __global__ void ClearFlags(const float* existence_bias, int64_t stride, int64_t 
   const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   for (int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32; at < all; at += warps) {
-    const int64_t b = at / of_head, number = at % of_head;
+    const int64_t b = at / of_head, row_group = at % of_head;
     bool any = false;
-    for (int64_t row = number * kRowsPerFlag + lane; row < S && row < (number + 1) * kRowsPerFlag; row += 32) {
+    for (int64_t row = row_group * kRowsPerFlag + lane; row < S && row < (row_group + 1) * kRowsPerFlag; row += 32) {
       any = any || existence_bias[b * stride + row] == 0.0f;
     }
     if (__any_sync(~0u, any)) continue;
-    for (int64_t h = lane; h < H; h += 32) flags[(b * H + h) * of_head + number] = 0;
+    for (int64_t h = lane; h < H; h += 32) flags[(b * H + h) * of_head + row_group] = 0;
   }
 }
 

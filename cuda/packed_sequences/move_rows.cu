@@ -25,7 +25,7 @@ __device__ __forceinline__ bool IsLegal(const DeviceSequences& sequences) {
   return __syncthreads_and(HasLegalStarts(sequences, threadIdx.x, kThreads) ? 1 : 0) != 0;
 }
 
-// A tensor in units: what a thread moves at once.
+// SequenceRows with strides and sizes in units: 16 bytes, or one element where rows are not aligned so.
 struct TensorUnits {
   void* packed = nullptr;
   void* padded = nullptr;
@@ -38,7 +38,7 @@ struct TensorUnits {
 
 struct UnpackParams {
   DeviceSequences sequences;
-  TensorUnits tensors[kMostUnpacked];
+  TensorUnits tensors[kMaxUnpackedTensors];
   KeyExistence keys;
   int64_t chunks = 0;  // of kRowsPerCta positions of a sequence
   int count = 0;       // of tensors
@@ -77,7 +77,8 @@ __device__ __forceinline__ int64_t BeginOfRow(const Tensor& pad, int64_t positio
   return pad.dims[0] == 1 ? 0 : b * positions;
 }
 
-// Whether a sequence has keys, and all of them are kept because none is by the key padding mask. All threads call it.
+// Whether the key padding mask forbids all keys of a sequence, which KeyExistence::keeps_whole_sequences allows then.
+// All threads call it.
 __device__ bool IsKeptWhole(const KeyExistence& keys, const SequenceSpan& span, int64_t positions, int64_t b) {
   if (!keys.keeps_whole_sequences || keys.given.dtype == DType::kUndefined || span.length == 0) return false;
   const int64_t row = BeginOfRow(keys.given, positions, b) + span.first;
@@ -104,9 +105,9 @@ __device__ void MarkKeys(const UnpackParams& params, const SequenceSpan& span, i
   if (keys.bias != nullptr) keys.bias[b * positions + position] = exists || span.length == 0 ? 0.0f : -INFINITY;
 }
 
-// Moves the units of a CTA that are below `count`. A thread has kInFlight of them in flight.
-template <typename Unit, typename Load, typename Find>
-__device__ __forceinline__ void MoveUnits(uint32_t count, const Load& load, const Find& find) {
+// Copies `count` units: load(i) reads one, target(i) is its address. A thread has kInFlight loads in flight.
+template <typename Unit, typename Load, typename Target>
+__device__ __forceinline__ void MoveUnits(uint32_t count, const Load& load, const Target& target) {
   for (uint32_t begin = threadIdx.x; begin < count; begin += kInFlight * kThreads) {
     Unit units[kInFlight];
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ void MoveUnits(uint32_t count, const Load& load, cons
     }
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      if (begin + i * kThreads < count) *find(begin + i * kThreads) = units[i];
+      if (begin + i * kThreads < count) *target(begin + i * kThreads) = units[i];
     }
   }
 }
@@ -127,14 +128,14 @@ __global__ void __launch_bounds__(kThreads) UnpackKernel(const __grid_constant__
   LetNextStart();
   const DeviceSequences& sequences = params.sequences;
   const int64_t chunk = blockIdx.x % params.chunks, b = blockIdx.x / params.chunks % sequences.B;
-  const auto number = static_cast<int>(blockIdx.x / params.chunks / sequences.B);
+  const auto tensor_index = static_cast<int>(blockIdx.x / params.chunks / sequences.B);
   const bool is_legal = IsLegal(sequences);
   const SequenceSpan span = SpanOf(sequences, is_legal, b);
-  if (number == params.count) {
+  if (tensor_index == params.count) {
     if (chunk * kThreads < sequences.positions) MarkKeys(params, span, b, chunk * kThreads);
     return;
   }
-  const TensorUnits& tensor = params.tensors[number];
+  const TensorUnits& tensor = params.tensors[tensor_index];
   const bool is_average = tensor.means != nullptr && IsKeptWhole(params.keys, span, sequences.positions, b);
   const int64_t end = span.first + span.length;  // of the rows that exist
   int64_t fill_begin = chunk * kRowsPerCta, fill_end = min(fill_begin + kRowsPerCta, sequences.positions);

@@ -30,8 +30,8 @@ STOF_HD inline SequenceSpan SpanOf(const DeviceSequences& sequences, bool are_st
   return span;
 }
 
-// Whether starts begin at 0, rise and end at the number of rows or before it, as far as entries i, i + step, ... show
-// it. Otherwise rows may belong to several sequences.
+// Whether starts begin at 0, rise and end at the number of rows or before it: a thread's share of the check, entries i,
+// i + step, ... Otherwise sequences may overlap.
 STOF_HD inline bool HasLegalStarts(const DeviceSequences& sequences, int64_t i, int64_t step) {
   bool is_legal = sequences.starts[0] == 0 && sequences.starts[sequences.B] <= sequences.rows;
   for (; i < sequences.B; i += step) is_legal = is_legal && sequences.starts[i] <= sequences.starts[i + 1];

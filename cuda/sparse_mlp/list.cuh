@@ -19,7 +19,7 @@ class ActiveList {
  public:
   struct Storage {
     int32_t begins[kMlpMostSegments + 1];
-    alignas(16) int32_t warps[kMlpWarps];  // a vector of these has no entry of begins, which is written meanwhile
+    alignas(16) int32_t warps[kMlpWarps];  // a 16-byte load of these must not touch begins, which others write
   };
 
   __device__ ActiveList(const MlpParams& params, Storage* storage) : p_(params), s_(*storage) {

@@ -20,7 +20,7 @@ class Target:
         has_inplace_ops: an operator may write into one of its inputs, as into a KV cache.
         reads_packed_heads: StofAttention reads heads inside of a wider tensor.
         packs_sequences: StofAttention takes packed sequences, without rows of padding.
-        copies_sequences: for that its kernels run over padded copies, which not all forms of attention have.
+        copies_sequences: packed sequences are copied into padded tensors first (stof.unpadding.padded_copies: what that lacks).
         takes_relative_terms: StofAttention multiplies queries and keys by rows of tables by relative position, where the library
             has the roles.
         times_models: ``--time`` can time whole models.

@@ -48,7 +48,6 @@ def test_models_of_a_clone(
     options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "pin", lambda threads: None)
     assert cli.main(["model", "none.onnx", *options]) == 1
     error = capsys.readouterr().err
     assert words in error
@@ -59,7 +58,6 @@ def test_models_of_a_clone(
 def test_a_clone_adds_peers_and_the_quotient(
     narrow: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "pin", lambda threads: None)
     monkeypatch.setattr(measure, "rates", lambda threads: {"fma_gflops": 1.0, "read_gbps": 1.0})
     path = narrow("modernbert.dynamo.sdpa")
     options = ["--lengths", "24", "--threads", "1", "--rounds", "1", "--without", "memory"]
@@ -85,3 +83,16 @@ def test_a_clone_needs_no_installation(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs/reference/numbers.md").read_text()
+
+
+def test_cpus_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = os.sched_getaffinity(0)
+    with measure.pinned(1):
+        assert len(os.sched_getaffinity(0)) == 1
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.sched_getaffinity(0) == before
+    assert "OMP_NUM_THREADS" not in os.environ
+    with pytest.raises(ValueError, match=f"but only {len(before)} CPUs are available"), measure.pinned(len(before) + 1):
+        pass
+    assert os.sched_getaffinity(0) == before

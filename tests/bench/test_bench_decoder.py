@@ -252,7 +252,6 @@ def test_plan_holds_larger_batches_as_far_as_caches_fit() -> None:
 def test_command_stores_records_of_prepared_graphs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)  # this process runs other tests, too
     prepared, results = tmp_path / "prepared", tmp_path / "results"
     asked = ["decoder", "--lengths", "96", "--prompt", "64", "--batches", "1", "--rounds", "1", "--threads", "1"]
     asked += ["--variants", "gqa", "stof", "--prepared", str(prepared)]

@@ -148,7 +148,6 @@ def test_models_have_a_share_that_is_possible() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read rate that nothing is measured for, short prompts, and models that run at once."""
     monkeypatch.setattr(HostDevice, "read_rate", lambda self: 1e9)
-    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)  # this process runs other tests, too
     monkeypatch.setattr(mlp_decoder, "PROMPTS", (16,))
     monkeypatch.setattr(mlp_decoder, "CONTEXT", 20)
     shape = DecoderShape(32, 2, 1, 16, 256, 40, 1, 64, "float32")

@@ -41,7 +41,6 @@ Run = Callable[..., str]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command on a file of the folder that it runs in; gives what it says."""
-    monkeypatch.setattr(measure, "pin", lambda threads: None)  # of the process, which is that of all tests
     monkeypatch.setattr(measure, "rates", lambda threads: {"fma_gflops": 1.0, "read_gbps": 1.0})
     monkeypatch.chdir(tmp_path)
 

@@ -34,7 +34,6 @@ NAMES = [c.name for c in CANDIDATES]
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)  # this process runs other tests, too
     monkeypatch.setattr("stof.bench.measure.rates", lambda threads: {"fma_gflops": 1.0, "read_gbps": 1.0})
 
 

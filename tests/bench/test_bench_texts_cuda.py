@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from bench.texts.cuda_models import (
     CUDA_KINDS,
     PACKED,
     choose_capacity,
-    set_capacity,
     shape_ranges,
     write_capacity_file,
     write_cuda_files,
@@ -41,6 +40,7 @@ from bench.texts.runtimes import CpuRuntime
 from bench.texts.text_models import EXPORTED, MODELS, PADDED, TRANSFORMERS, UNPADDED, TextFiles
 from stof.bench.results import Record
 from stof.bench.sessions import session
+from stof.options import Options
 from stof.runtime import library
 
 TINY = MODELS["tiny"]
@@ -142,20 +142,6 @@ def test_packing_needs_what_the_optimizer_makes(tmp_path: Path, monkeypatch: pyt
     assert made.missing[PACKED] == made.missing[TRANSFORMERS]
 
 
-@dataclass(frozen=True)
-class CapacityOptions:
-    """As Options that have a capacity."""
-
-    unpad: str
-    unpad_capacity: int | None = None
-
-
-def test_the_capacity_is_set_where_there_is_such_an_option() -> None:
-    assert set_capacity(CapacityOptions("auto"), 384) == CapacityOptions("auto", 384)
-    with pytest.raises(Unavailable, match="this version of stof has no option unpad_capacity"):
-        set_capacity(SHORT, 384)
-
-
 def test_a_capacity_holds_the_largest_batch() -> None:
     masks = [np.repeat([[1, 0]], count, 0) for count in (100, 129, 128)]
     assert choose_capacity([{"attention_mask": m} for m in masks]) == 256
@@ -164,13 +150,17 @@ def test_a_capacity_holds_the_largest_batch() -> None:
 
 def test_each_capacity_has_a_file(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that points share are not touched."""
-    given: list[tuple[Path, Path]] = []
-    monkeypatch.setattr(cuda_models, "set_capacity", lambda options, tokens: options)
-    monkeypatch.setattr(cuda_models, "optimize_texts", lambda source, path, _: given.append((source, path)) or {"a": 1})
+    given: list[tuple[Path, Path, int]] = []
+
+    def note(source: Path, path: Path, options: Options) -> dict[str, int]:
+        given.append((source, path, options.unpad_capacity))
+        return {"a": 1}
+
+    monkeypatch.setattr(cuda_models, "optimize_texts", note)
     for tokens in (384, 512):
         made = write_capacity_file(files, tmp_path, {CAPACITY, PADDED}, tokens, SHAPES)
         assert made.paths == {**files.paths, CAPACITY: tmp_path / f"float16.{tokens}.capacity.onnx"}
-        assert given.pop() == (files.paths[EXPORTED], made.paths[CAPACITY])
+        assert given.pop() == (files.paths[EXPORTED], made.paths[CAPACITY], tokens)
         assert made.facts[CAPACITY] == {"a": 1}
     assert CAPACITY not in files.paths
     assert write_capacity_file(files, tmp_path, {PADDED}, 384, SHAPES) == files
@@ -199,7 +189,7 @@ def test_bound_and_captured_batches_give_what_sessions_give(
 
 
 def test_outputs_that_no_run_writes_are_nan(files: TextFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that does nothing leaves no result of a run before."""
+    """Results of an earlier call do not stay where a later one does nothing."""
     memory, batches = HostMemory(), make_window().arrival(4, 2).feeds
     outputs = [np.empty((4, TINY.hidden), np.float16) for _ in batches]
     made = (
@@ -415,7 +405,6 @@ def test_what_a_device_has_not_is_refused(
     words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("stof.bench.measure.pin", lambda threads: None)
     monkeypatch.setattr(run, "CudaTextBench", Bench)
     assert main(["texts", "--models", "tiny", "--threads", "1", "--results", str(tmp_path), *words]) == 1
     assert message in capsys.readouterr().err

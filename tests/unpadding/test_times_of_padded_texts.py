@@ -92,6 +92,22 @@ def test_masks_get_the_lengths(dtype: int, shape: tuple[int, ...], inverted: boo
     assert pad_texts([], maker, feed) == (feed, 1.0)
 
 
+@pytest.mark.parametrize(("number", "real"), [(-np.inf, 0.0), (100.0, 7.0)])
+def test_masks_of_other_numbers_keep_what_real_tokens_have(number: float, real: float) -> None:
+    """A mask that is added to scores, and token ids of which one is padding."""
+    model = encoder("mean", layers=1)
+    maker = InputMaker(model, Symbolic(model), frozenset())
+    given = np.full((5, 40), real, np.float32)
+    given[:, 30:] = number
+    found, ratio = pad_texts([replace(TEXTS, number=number)], maker, {"attention_mask": given})
+    mask = found["attention_mask"]
+    assert set(np.unique(mask)) <= {number, real, 0.0}
+    assert ratio == 200 / (mask != number).sum()
+    kept = (mask != number) & (given != number)
+    assert kept.any()
+    np.testing.assert_array_equal(mask[kept], given[kept])
+
+
 def test_both_masks_of_a_model_get_lengths() -> None:
     model = encoder("mean", layers=1)
     maker = InputMaker(model, Symbolic(model), frozenset())

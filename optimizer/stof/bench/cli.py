@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stof.bench import measure
 from stof.errors import ArgumentError
+from stof.run_facts.machine import usable_cores
 from stof.tensorrt.describe_installation import describe_installation
 from stof.terminal import Parser, VersionAction, complain, run_command
 
@@ -58,7 +59,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: from a clone, graphs of models/"
     )
-    parser.add_argument("--threads", nargs="+", type=int, default=[2], help="one measurement for each (2)")
+    threads = min(2, usable_cores())
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=[threads], help="one measurement for each (2; 1 on a single core)"
+    )
     parser.add_argument("--rounds", type=int, default=None, help=f"default: {measure.ROUNDS}")
 
 
@@ -73,8 +77,8 @@ def run_with_threads(
         name: the command's, in messages.
     """
     if len(arguments.threads) == 1:
-        measure.pin(arguments.threads[0])
-        return work(arguments, arguments.threads[0])
+        with measure.pinned(arguments.threads[0]):
+            return work(arguments, arguments.threads[0])
     worst = 0
     for threads in arguments.threads:  # a process for each count, since a process is pinned once
         pinned = argparse.Namespace(**{**vars(arguments), "threads": [threads]})

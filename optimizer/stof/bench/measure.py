@@ -9,7 +9,8 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,8 +52,13 @@ class Timing:
         return Timing(min(samples), median(samples), max(samples), len(samples), plain, launches)
 
 
-def pin(threads: int) -> None:
-    """Pins this process and its threads to ``threads`` CPUs, of different cores where possible."""
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """Pins this thread, and those that it starts meanwhile, to ``threads`` CPUs, of different cores where possible.
+
+    Raises:
+        ValueError: this process may not use so many CPUs.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     if threads > len(allowed):
         raise ValueError(f"{threads} threads asked for, but only {len(allowed)} CPUs are available")
@@ -63,8 +69,15 @@ def pin(threads: int) -> None:
         core = _core(cpu)
         (others if core in seen else first_of_cores).append(cpu)
         seen.add(core)
+    openmp = os.environ.get("OMP_NUM_THREADS")
     os.sched_setaffinity(0, [*first_of_cores, *others][:threads])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+        if openmp is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def _core(cpu: int) -> str:
@@ -102,14 +115,14 @@ def interleave(calls: Sequence[Callable[[], object]], rounds: int = ROUNDS, warm
 
     def visit(number: int, _: int) -> None:
         time.sleep(_SETTLE)
-        samples[number].append(_least_seconds(calls[number]))
+        samples[number].append(min(time_slice(calls[number])))
 
     take_turns(len(calls), rounds, visit)
     return [Timing.of(s) for s in samples]
 
 
-def _least_seconds(call: Callable[[], object]) -> float:
-    """The least of a slice's calls. Several, since the first call finds the data of other candidates in the caches."""
+def time_slice(call: Callable[[], object]) -> list[float]:
+    """The seconds of a slice's calls. Several, since the first call finds the data of other candidates in the caches."""
     begin = time.perf_counter()
     samples: list[float] = []
     while True:
@@ -118,7 +131,7 @@ def _least_seconds(call: Callable[[], object]) -> float:
         now = time.perf_counter()
         samples.append(now - start)
         if now >= begin + _SLICE and (len(samples) >= _LEAST_CALLS or now >= begin + _LONGEST_SLICE):
-            return min(samples)
+            return samples
 
 
 def rates(threads: int) -> dict[str, float]:

@@ -11,15 +11,9 @@ from typing import Any
 import numpy as np
 
 from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, Scalar, subterms
+from stof.symbolic.rules.comparison import COMPARISONS
 from stof.symbolic.tensor import Index
 
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-}
 _FUNCTIONS: dict[str, Callable[[float], Any]] = {
     "Abs": np.abs,
     "Exp": np.exp,
@@ -131,8 +125,8 @@ class ElementValues:
         known = [x for x in found if x is not None]
         if name == "test":
             return float(known[0] != 0)
-        if name in _COMPARISONS and len(known) == 2:
-            return float(_COMPARISONS[name](known[0], known[1]))
+        if name in COMPARISONS and len(known) == 2:
+            return float(COMPARISONS[name](known[0], known[1]))
         return float(_FUNCTIONS[name](known[0])) if name in _FUNCTIONS and len(known) == 1 else None
 
 

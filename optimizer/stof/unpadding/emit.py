@@ -19,7 +19,6 @@ from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.tensor import Shape
 from stof.unpadding.function_body import CUMULATIVE, CUMULATIVE_KEYS, FIRST, SEQUENCES, Sequences, add_sequences
 from stof.unpadding.pad_masks import ATTENTION, find_length_slot
-from stof.unpadding.product_rules import SCALED_BY_ALL_ROWS
 from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.rules import attention_layouts
 from stof.unpadding.token_axes import TokenAxes
@@ -190,7 +189,7 @@ class _Writer:
         if (node.domain, node.op_type) == ("com.microsoft", "RotaryEmbedding"):
             # There may be more tokens than positions in its tables; without this, ONNX Runtime refuses that.
             node.attribute.extend([helper.make_attribute("is_packed_batching", 1)])
-        if self.region.capacity and i in self.region.sites and self._has_common_scales():
+        if self.region.capacity and i in self.region.sites and self.region.has_common_scales(self.graph):
             self._repeat_first_token(node)
         if row_wise.shape is not None:
             at, shape = row_wise.shape
@@ -200,10 +199,6 @@ class _Writer:
             kept = [a for a in node.attribute if a.name not in ("shape", "allowzero")]
             del node.attribute[:]
             node.attribute.extend(kept)
-
-    def _has_common_scales(self) -> bool:
-        """Whether numbers are computed from all rows together, which rows without a token must not change."""
-        return any(self.graph.node[i].op_type in SCALED_BY_ALL_ROWS for i in self.region.nodes)
 
     def _repeat_first_token(self, attention: onnx.NodeProto) -> None:
         """Attention gives 0 in rows without a token. They become copies of the first token again."""

@@ -26,11 +26,8 @@ from stof.symbolic.rules.broadcasting import project
 from stof.unpadding.element_values import ElementValues, find_compared, find_reads
 
 ATTENTION = "StofAttention"
-LENGTH_ROLES = (
-    "pad",
-    "segment_k",
-    "bias",
-)  # operands from which a call knows how many keys there are, the first it has
+# Operands from which a call knows how many keys there are: the first that it has.
+LENGTH_ROLES = ("pad", "segment_k", "bias")
 _VECTORS = ("pad", "segment_k")
 _ONE = integer(1)
 _MOST_HEADS = 64  # of which elements are compared

@@ -11,7 +11,6 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import size_names
 from stof.unpadding.region import UnpaddedRegion
 from stof.verification.padding.padded_batch import PaddedBatch
-from stof.verification.quantization import has_one_scale
 
 
 def describe_batches(
@@ -38,5 +37,5 @@ def _describe_batch(graph: onnx.GraphProto, symbolic: Symbolic, region: Unpadded
         if any(size != length and size_names(size) & dimensions for size in shape):
             dimensions = frozenset()  # another size would have to grow with it
     # Scales of kept rows are others than those of all rows.
-    is_quantized = any(has_one_scale(graph.node[i]) for i in region.nodes)
+    is_quantized = region.has_common_scales(graph)
     return PaddedBatch(region.mask.tensor, region.mask.number, dimensions, axes, is_quantized)

@@ -8,7 +8,6 @@ from stof.unpadding.rule_parts import Rule, along, is_same_before, rank_of
 from stof.unpadding.token_axes import Context, RowWise
 
 _ONE = integer(1)
-SCALED_BY_ALL_ROWS = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})  # scales are from all rows together
 
 
 def matmul(context: Context) -> RowWise | None:

@@ -11,6 +11,7 @@ import onnx
 from stof.symbolic.tensor import Shape
 from stof.unpadding.pad_masks import Guard, PadMask
 from stof.unpadding.token_axes import RowWise, TokenAxes
+from stof.verification.quantization import has_one_scale
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class UnpaddedRegion:
         sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
         capacity: the number of rows of unpadded tensors in every run; 0: as many as there are tokens.
         guards: all of which must find keys in a text; else it keeps all rows.
-        averages: a row of padding between two tokens may differ from the original's, if it is kept for these.
+        averages: padding that is kept between two tokens may differ from the original's, under empty_rows mean or all.
     """
 
     mask: PadMask
@@ -84,6 +85,10 @@ class UnpaddedRegion:
             for name, axes in zip(nodes[i].output, row_wise.outputs, strict=False)
             if name and axes is not None
         }
+
+    def has_common_scales(self, graph: onnx.GraphProto) -> bool:
+        """Whether a node quantizes all rows with one scale, which rows without a token must not change."""
+        return any(has_one_scale(graph.node[i]) for i in self.nodes)
 
     def zero_outputs(self, graph: onnx.GraphProto) -> list[str]:
         """The outputs of a graph that get zeros as rows of padding."""

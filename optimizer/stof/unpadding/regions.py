@@ -368,7 +368,7 @@ class _Analysis:
         return not any(n in self.needed for n in node.output)
 
     def _without_torn(self, inside: dict[int, RowWise]) -> dict[int, RowWise]:
-        """Those nodes whose tensors that stay inside of a region are written and read in it alone."""
+        """Without the nodes whose tensors stay inside of a region, where others write or read these, too."""
         kept: dict[int, RowWise] = {}
         while len(kept) != len(inside):
             kept, inside = inside, {}

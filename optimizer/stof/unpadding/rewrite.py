@@ -135,7 +135,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                     nodes=len(region.nodes),
                     attentions=len(region.sites),
                     keys_only=len(region.cross_sites),
-                    # A capacity gains what the batch has more rows than it, whatever the padding.
+                    # With a capacity the gain is padded rows ÷ capacity, whatever the share of padding.
                     gains=() if region.capacity else gains,
                     zero_outputs=outputs,
                     rest=result.reason,
@@ -181,7 +181,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
 
 
 def _find_loss(job: Job) -> str:
-    """Why padding stays where nobody asked for it to go: the nodes around regions cost a GPU more than it saves small batches."""
+    """Why padding stays on a GPU where nobody asked for it to go: nodes around regions cost small batches more than they save."""
     if job.options.unpad == "on" or job.options.unpad_capacity or job.plan is not None:
         return ""
     return f"small batches may become slower on {job.target.name}; --unpad on and --unpad-capacity ask for it"

@@ -37,20 +37,20 @@ struct SequenceRows {
   void* means = nullptr;
 };
 
-// What says of padded keys whether they exist.
+// Which keys of the padded copy attention may read.
 struct KeyExistence {
   uint8_t* pad = nullptr;  // [B, positions]: 1 where the key exists and `given` is not 0, and in illegal sequences
   Tensor given;            // [B or 1, positions], a key padding mask; kUndefined: none
-  // Whether all keys of a sequence that exist are marked where `given` is 0 for all of them.
+  // Where `given` forbids all keys of a sequence, all that exist are marked.
   bool keeps_whole_sequences = false;
   // [B, positions]: 0 where the key exists, or where the sequence has no key; else -inf. nullptr: not asked for.
   float* bias = nullptr;
 };
 
-constexpr int kMostUnpacked = 3;  // tensors: query, key and value
+constexpr int kMaxUnpackedTensors = 3;  // tensors: query, key and value
 
 struct PackedSequencesBackend {
-  // Fills the padded rows of kMostUnpacked tensors at most, with NaN in illegal sequences, and marks the keys.
+  // Fills the padded rows of kMaxUnpackedTensors tensors at most, with NaN in illegal sequences, and marks the keys.
   Status (*unpack)(const DeviceSequences& sequences, const SequenceRows* tensors, int count, const KeyExistence& keys,
                    const RunContext& context) = nullptr;
   // Fills packed rows: with zeros those behind the last sequence, and with NaN those of illegal ones.

@@ -52,7 +52,7 @@ class AttentionOp final : public Op {
     ExprSizes sizes;
     RelativeIndices::Rows relative_rows;
 
-    // Whether nothing but the key padding mask forbids a key.
+    // Whether the mask is the key padding mask alone; biases may forbid keys, too.
     bool is_pad_alone() const { return mask->parts.fixed.empty() && mask->parts.dynamic.empty(); }
     // By residue class, where the mask is dilated.
     bool Split() {

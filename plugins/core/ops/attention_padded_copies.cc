@@ -10,7 +10,7 @@
 namespace stof {
 namespace {
 
-// Elements of a block of so many sizes, which operands give.
+// The product of sizes, the last of which is the bytes of an element.
 Status CountBytes(std::initializer_list<int64_t> sizes, size_t* bytes) {
   int64_t product = 1;
   for (const int64_t size : sizes) {
@@ -91,8 +91,8 @@ Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, Atte
     args->mask.empty_rows = EmptyRows::kZero;
     keys_.keeps_whole_sequences = true;
   }
-  // Forbidden keys may hold anything, and values where no key of a tile is allowed. A second pass reads all of them,
-  // and the kernels for few queries have other tiles.
+  // Kernels use no forbidden keys, and no values of a tile without an allowed key. A second pass reads all of them, and
+  // the kernels for few queries have other tiles.
   const bool has_second_pass = attends_all && !is_whole_or_none;
   const int64_t tile = std::max(shape.D, shape.Dv) <= 64 ? kKeyTilesOfSmallHeads : kKeyTiles;
   value_.tile = has_second_pass || !has_queries_ ? std::max<int64_t>(shape.T, 1) : tile;
@@ -128,7 +128,7 @@ Status PaddedCopies::Allocate(bool is_pad_alone, const RunContext& context, Atte
 }
 
 Status PaddedCopies::Unpack(const PackedSequencesBackend& backend, const RunContext& context) const {
-  const std::array<SequenceRows, kMostUnpacked> tensors = {key_, value_, query_};
+  const std::array<SequenceRows, kMaxUnpackedTensors> tensors = {key_, value_, query_};
   return backend.unpack(sequences_, tensors.data(), has_queries_ ? 3 : 2, keys_, context);
 }
 

@@ -186,9 +186,8 @@ class MaskChecker:
         key = self.key(site, mask)
         if key not in self._binary_inputs:
             read = InputMaker(self.model, self.symbolic, *tensors_by_role([(site, mask)]), index=self.index).pads
-            if (
-                "segment_q" not in mask.expression.vectors
-            ):  # a vector that is compared with numbers, as padding is with 0
+            # A vector that is compared with numbers, as padding is with 0.
+            if "segment_q" not in mask.expression.vectors:
                 read |= {o.tensor for o in mask.operands if o.role == "segment_k"} & self.runner.inputs
             binary_inputs = sorted(n for n in read if dtype_kind(self.symbolic.dtype(n)) == "i")
             terms = [t for t in site.terms if t not in mask.bias]

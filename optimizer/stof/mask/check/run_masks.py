@@ -57,7 +57,7 @@ def tensors_by_role(
     """The tensors that masks read, by role, as :class:`InputMaker` takes them.
 
     Padding, numbers of keys (with the key lengths), segments, padding that is true where a key is none, table indices.
-    A vector of keys is padding, too, where 0 alone is allowed of small numbers, or 1 alone, or all above 0.
+    A segment_k vector is padding, too, where its condition allows, of -1, 0, 1 and 2, only 0, only 1, or only 1 and 2.
     """
     masks = list(masks)
     read = [(o, site.dims[3]) for site, m in masks for o in m.operands]

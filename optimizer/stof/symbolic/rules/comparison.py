@@ -18,7 +18,7 @@ from stof.symbolic.rules.broadcasting import elementwise, pointwise
 
 BOOL = TensorProto.BOOL
 _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
-_TESTS: dict[str, Callable[[float, float], bool]] = {
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b,
@@ -93,7 +93,7 @@ def _compare_real(kind: str, x: Real, y: Real) -> Scalar:
     for c1, a in split_cases(x):
         for c2, b in split_cases(y):
             if isinstance(a, float) and isinstance(b, float):
-                holds = TRUE if _TESTS[kind](a, b) else FALSE
+                holds = TRUE if COMPARISONS[kind](a, b) else FALSE
             elif (left := as_int(case_as_real(a))) is not None and (right := as_int(case_as_real(b))) is not None:
                 holds = to_cond(make_comparison(kind)(left, right))
             elif (verdict := float_bounds.compare_ranges(kind, case_as_real(a), case_as_real(b))) is not None:

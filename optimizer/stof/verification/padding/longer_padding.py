@@ -19,7 +19,7 @@ from stof.execution.case import Padding
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
 from stof.verification.array_distance import largest_number
-from stof.verification.padding.padded_batch import Feed, PaddedBatch, find_padding_value
+from stof.verification.padding.padded_batch import Feed, PaddedBatch, find_padding_value, find_real_value
 from stof.verification.reference_runs import CaseSession, ReferenceRuns
 from stof.verification.result import PaddingMove, Verification
 from stof.verification.verified_models import VerifiedModels
@@ -213,7 +213,7 @@ class LongerPadding:
                 mask = find_padding_value(batch, self._inputs.maker, name)
                 if mask is not None and padding is not None and len(feed[name]) == len(padding):
                     feed[name] = feed[name].copy()
-                    feed[name][padding.all(1)] = 1 - mask
+                    feed[name][padding.all(1)] = find_real_value(mask)
         return feed
 
     def _find_steady_outputs(self, session: CaseSession, i: int, until: float) -> set[int]:

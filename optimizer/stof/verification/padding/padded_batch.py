@@ -53,6 +53,11 @@ def find_padding_value(batch: PaddedBatch, maker: InputMaker, name: str) -> floa
     return int(name in maker.forbidding or maker.switches.get(name, False))
 
 
+def find_real_value(padding: float) -> int:
+    """What an input holds at real tokens, where it holds some number at padding."""
+    return 0 if padding else 1
+
+
 def measure_padding(batches: Iterable[PaddedBatch], inputs: ModelInputs, case: Case, feed: Feed) -> float | None:
     """The share of rows that are padding in a run, 0 to 1; None where that is not known."""
     if case.padding is Padding.NONE:

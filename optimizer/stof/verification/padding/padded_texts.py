@@ -9,12 +9,10 @@ from statistics import NormalDist
 import numpy as np
 
 from stof.execution.inputs import InputMaker
-from stof.verification.padding.padded_batch import Feed, PaddedBatch, find_padding_value
+from stof.verification.padding.padded_batch import Feed, PaddedBatch, find_padding_value, find_real_value
 
-_MEDIAN, _SIGMA = (
-    0.25,
-    0.6,
-)  # of log-normal lengths: the median as a share of the positions, the deviation of logarithms
+# Of log-normal lengths: the median as a share of the positions, and the deviation of logarithms.
+_MEDIAN, _SIGMA = 0.25, 0.6
 
 
 def draw_lengths(texts: int, positions: int, rng: np.random.Generator) -> np.ndarray:
@@ -48,5 +46,6 @@ def pad_texts(batches: Iterable[PaddedBatch], maker: InputMaker, feed: Feed, see
         for name, value in masks.items():
             rows = np.arange(length) < lengths[:, None]
             rows = rows.reshape(texts, *([1] * (feed[name].ndim - 2)), length)
-            padded[name] = np.broadcast_to(np.where(rows, 1 - value, value), feed[name].shape).astype(feed[name].dtype)
+            real = np.where(feed[name] == value, find_real_value(value), feed[name])
+            padded[name] = np.where(rows, real, value).astype(feed[name].dtype)
     return padded, positions / tokens if tokens else 1.0
