@@ -62,6 +62,15 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   RelativeBias& relative = args.scores.relative_bias;
   if (relative.table != nullptr) relative.table += part.h * relative.stride_h;
   relative.query_position += part.row;
+  relative.factor =
+      Advance(relative.factor, part.b * relative.factor_stride_b + part.h * relative.factor_stride_h + part.row,
+              SizeOf(relative.factor_dtype));
+  for (int i = 0; i < cuda::kRelativeTerms; ++i) {
+    RelativeTable& table = cuda::RelativeTermOf(&args.scores, i);
+    table.data = Advance(table.data, part.h * table.stride_h, SizeOf(table.dtype));
+    table.index.query_position += part.row;
+    if (table.index.query_part != nullptr) table.index.query_part += part.row;
+  }
   args.scores.sink.data = Advance(whole.scores.sink.data, part.h, SizeOf(whole.scores.sink.dtype));
   if (whole.kv.pages.given()) args.kv.pages.table += part.b * whole.kv.pages.columns;
   if (whole.kv.key_ends != nullptr) args.kv.key_ends += part.b;
@@ -227,7 +236,9 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
   const CausalWindow* const window = args.mask.fixed.window();
   for (const bool x :
        {args.allow_tf32, args.scores.softcap > 0.0f, args.scores.scale > 0.0f, args.scores.bias.data != nullptr,
-        args.scores.relative_bias.table != nullptr, args.scores.sink.data != nullptr, args.output.lse != nullptr,
+        args.scores.relative_bias.table != nullptr, args.scores.relative_bias.factor != nullptr,
+        args.scores.relative_key[0].given(), args.scores.relative_key[1].given(), args.scores.relative_query.given(),
+        args.scores.sink.data != nullptr, args.output.lse != nullptr,
         pad != nullptr, mask.parts.fixed.empty(), mask.parts.dynamic.empty(), window != nullptr,
         window != nullptr && window->window_left >= 0, args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
     mix(x ? 1 : 0);

@@ -13,6 +13,7 @@
 
 #include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
+#include "cuda/attention/relative/terms.h"
 #include "cuda/attention/select.h"
 #include "cuda/common/device_properties.h"
 #include "cuda/common/kernel_request.h"
@@ -71,6 +72,8 @@ class AttentionJob {
   const AttentionParams& params() const { return params_; }
   // The block mask of the last GetMask; nullptr: there is no mask, or the device builds it.
   const MaskEntry* mask_entry() const { return mask_entry_.get(); }
+  // The rows of GetRelativeRows.
+  const RelativeRowsOnDevice& relative_rows() const { return relative_rows_; }
   // The key columns of GetColumns; nullptr: none.
   const DeviceColumnsEntry* columns() const { return columns_.get(); }
 
@@ -88,10 +91,12 @@ class AttentionJob {
   // Key columns of args.shape.T keys or more on the device; an error where the stream is captured and they are not
   // there.
   Status GetColumns(const KeyColumns& columns);
+  // The rows that relative terms name on the device; an error where the stream is captured and they are not there.
+  Status GetRelativeRows();
   // Sets the block mask of this form in params(), and mask_entry().
   Status GetMask(const MaskForm& form);
   // Workspace for one use: the mask of m x n tiles, or with m = 0 by n: split fp32 operands (0), padding (1), decode
-  // splits (2), splits of tile rows (3). The parts of a run share it.
+  // splits (2), splits of tile rows (3), relative terms (4). The parts of a run share it.
   void* GetWorkspace(int m, int n, size_t bytes);
   // Packs the key padding mask; with `flags` also clears a flag for every kRowsPerFlag query rows.
   Status PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags);
@@ -133,6 +138,7 @@ class AttentionJob {
   KernelRequest request_;
   std::shared_ptr<const MaskEntry> mask_entry_;
   std::shared_ptr<const DeviceColumnsEntry> columns_;
+  RelativeRowsOnDevice relative_rows_;
   bool pins_mask_ = false;
 };
 

@@ -42,6 +42,7 @@ Status AttentionJob::Describe() {
   p.has_softcap_or_bias =
       args_.scores.softcap > 0.0f || args_.scores.bias.data != nullptr || args_.scores.relative_bias.table != nullptr;
   p.has_full_bias = args_.scores.bias.data != nullptr;
+  p.has_relative_terms = args_.scores.has_relative_tables() || args_.scores.relative_bias.factor != nullptr;
   // The plain kernels take the row max before the scale, which must be positive for that.
   p.has_positive_scale = args_.scores.scale > 0.0f;
   p.allows_tf32 = args_.allow_tf32;

@@ -49,6 +49,20 @@ Status AttentionJob::GetColumns(const KeyColumns& columns) {
                              : Status::Error("key columns are not on the device, and the stream is captured");
 }
 
+Status AttentionJob::GetRelativeRows() {
+  for (int i = 0; i < kRelativeTerms; ++i) {
+    const RelativeTable& table = RelativeTermOf(args_.scores, i);
+    if (!table.given()) continue;
+    auto* const entry = &relative_rows_.terms[i];
+    STOF_RETURN_IF_ERROR(GetDeviceRows(table.index, sizes_.S, sizes_.T, context_, entry));
+    if (*entry != nullptr || IsOnlyLoading()) continue;
+    return Status::Error(std::string("the rows that ") + kRelativeTermNames[i] +
+                         " names for these sizes are not on the device yet, and none can be copied while a graph is "
+                         "captured: run once with the same shapes before capturing");
+  }
+  return Status();
+}
+
 void* AttentionJob::GetWorkspace(int m, int n, size_t bytes) {
   if (build_ == nullptr) return context_.allocate(context_.self, bytes);
   for (const DeviceBuild::Memory& held : build_->memory) {

@@ -39,6 +39,7 @@ struct KernelProblem {
   bool allows_tf32 = false;      // fp32: matmuls may have the error of TF32
   bool has_aligned_rows = true;  // query, key and value can be read 16 bytes at a time
   bool has_aligned_bias = true;  // TMA can read the full bias, if there is one
+  bool has_relative_terms = false;  // products by tables of relative positions, or a factor of the relative bias
 
   ScoreMod score_mod() const {
     if (has_full_bias) return ScoreMod::kFullBias;
@@ -133,6 +134,7 @@ struct KernelFamily {
   int least_head_size = 1, most_head_size = 256;
   int64_t most_queries = std::numeric_limits<int64_t>::max();
   bool needs_aligned_rows = false, needs_aligned_bias = false;
+  bool takes_relative_terms = false;
 
   // ---- its kernels ----
   // The table for the problem's dtype, head size and score modification; empty: there is none. The device and the
@@ -158,7 +160,8 @@ inline KernelTable FindKernels(const KernelFamily& family, const KernelProblem& 
                     problem.head_size >= family.least_head_size && problem.head_size <= family.most_head_size &&
                     problem.queries <= family.most_queries &&
                     (problem.has_aligned_rows || !family.needs_aligned_rows) &&
-                    (problem.has_aligned_bias || !family.needs_aligned_bias);
+                    (problem.has_aligned_bias || !family.needs_aligned_bias) &&
+                    (family.takes_relative_terms || !problem.has_relative_terms);
   return fits ? family.find(problem) : KernelTable();
 }
 

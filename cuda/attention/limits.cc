@@ -36,7 +36,9 @@ constexpr int64_t kBlock = 64;  // bytes: what blocks of the workspace are round
 
 // The families that many queries take. A problem has the workspace of one of them.
 int64_t TiledBytes(const AttentionArgs& args, const AttentionMask& mask) {
-  return RoundUp(std::max(cuda::BoundFp32Workspace(args, mask), cuda::BoundSm90Workspace(args, mask)), kBlock);
+  return RoundUp(std::max({cuda::BoundFp32Workspace(args, mask), cuda::BoundSm80Workspace(args, mask),
+                           cuda::BoundSm90Workspace(args, mask)}),
+                 kBlock);
 }
 
 // Gathered key columns: a longer copy of keys and values, and what kernels need more for it. Columns are gathered where
@@ -87,21 +89,28 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
   return Status();
 }
 
-}  // namespace
-
-Status CheckCudaAttention(const AttentionArgs& args) {
+// Terms that only kernels for fp16 and bf16 have.
+Status CheckRelativeTerms(const AttentionArgs& args) {
+  if (args.shape.dtype != DType::kF32) return Status();
   const ScoreArgs& scores = args.scores;
   const struct {
     const char* role;
     bool is_given;
-  } refused[] = {{"relative_key", scores.relative_key[0].given()},
-                 {"relative_key1", scores.relative_key[1].given()},
-                 {"relative_query", scores.relative_query.given()},
-                 {"relative_value", args.relative_value.given()},
-                 {"relative_bias_factor", scores.relative_bias.factor != nullptr}};
-  for (const auto& [role, is_given] : refused) {
-    if (is_given) return Status::Error(std::string("attention on CUDA takes no ") + role);
+  } terms[] = {{"relative_key", scores.relative_key[0].given()},
+               {"relative_key1", scores.relative_key[1].given()},
+               {"relative_query", scores.relative_query.given()},
+               {"relative_bias_factor", scores.relative_bias.factor != nullptr}};
+  for (const auto& [role, is_given] : terms) {
+    if (is_given) return Status::Error(std::string("attention on CUDA takes ") + role + " in fp16 and bf16, not in fp32");
   }
+  return Status();
+}
+
+}  // namespace
+
+Status CheckCudaAttention(const AttentionArgs& args) {
+  if (args.relative_value.given()) return Status::Error("attention on CUDA takes no relative_value");
+  STOF_RETURN_IF_ERROR(CheckRelativeTerms(args));
   if (KvType(args.shape) != args.shape.dtype) {
     const bool has_mean = AttendsAllKeys(args.mask.empty_rows);
     if (!IsQuantized(args.shape.kv_dtype) || has_mean) {

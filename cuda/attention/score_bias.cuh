@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/attention/params.h"
+#include "cuda/attention/relative/params.h"
 #include "cuda/common/math.h"
 #include "cuda/common/mma_sm80.cuh"
 
@@ -24,12 +25,13 @@ __device__ __forceinline__ float FastTanh(float x) {
 // A thread holds the scores of rows row0 + row + 16 i + 8 r and keys key0 + key + 8 j + e in s[i][j][2 r + e].
 // Reads beyond the tensors are clamped to their last element, and the scores are masked afterwards. Branches around the
 // loads are no option: with them, the compiler (13.0) let a warp that skipped all of them run into the next load
-// without its memory descriptor.
-template <typename T, int kBlocks, int kColumns>
+// without its memory descriptor. factor: of the relative bias, with kHasFactor.
+template <typename T, int kBlocks, int kColumns, bool kHasFactor = false>
 class ScoreBiases {
  public:
-  __device__ ScoreBiases(const AttentionParams& p, int b, int h, int row0, int key0, int row, int key)
-      : p_(p), b_(b), h_(h), row0_(row0), key0_(key0), row_(row), key_(key) {}
+  __device__ ScoreBiases(const AttentionParams& p, int b, int h, int row0, int key0, int row, int key,
+                         const BiasFactor* factor = nullptr)
+      : p_(p), b_(b), h_(h), row0_(row0), key0_(key0), row_(row), key_(key), factor_(factor) {}
 
   // Gives scores in units of log2. A bias of -inf forbids, whatever the mask.
   __device__ __forceinline__ void Add(float scale, float (&s)[kBlocks][kColumns][4]) const {
@@ -82,6 +84,15 @@ class ScoreBiases {
     const float* const middle = p_.relative_bias + h_ * p_.relative_bias_stride_h + radius;
     const int least = key0_ - (p_.query_position + row0_);  // of the tile's first row
     const int own = least + key_ - row;
+    if constexpr (kHasFactor) {
+      const float factor = FactorOf(min(row0_ + row, p_.S - 1));
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) bias[j][e] += factor * middle[max(-radius, min(radius, own + 8 * j + e))];
+      }
+      return;
+    }
     if (least - (kTileRows - 1) >= -radius && least + (8 * kColumns - 1) <= radius) {
       const float* const from = middle + own;
 #pragma unroll
@@ -93,6 +104,13 @@ class ScoreBiases {
         for (int e = 0; e < 2; ++e) bias[j][e] += middle[max(-radius, min(radius, own + 8 * j + e))];
       }
     }
+  }
+
+  __device__ __forceinline__ float FactorOf(int row) const {
+    if (factor_->data == nullptr) return 1.0f;
+    const int64_t at = b_ * factor_->stride_b + h_ * factor_->stride_h + row;
+    if (std::is_same<T, float>::value || factor_->is_float != 0) return static_cast<const float*>(factor_->data)[at];
+    return ToFloat(static_cast<const T*>(factor_->data)[at]);
   }
 
   __device__ __forceinline__ void ReadPairs(int row, float (&own)[kColumns][2]) const {
@@ -130,6 +148,7 @@ class ScoreBiases {
   static constexpr float kLowestScore = -3.4028234663852886e38f;
   const AttentionParams& p_;
   const int b_, h_, row0_, key0_, row_, key_;
+  const BiasFactor* const factor_;
 };
 
 }  // namespace cuda

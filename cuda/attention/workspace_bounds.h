@@ -18,6 +18,7 @@ using WorkspaceBound = int64_t (*)(const AttentionArgs& args, const AttentionMas
 
 int64_t BoundDecodeWorkspace(const AttentionArgs& args, const AttentionMask& mask);  // decode/workspace.cc
 int64_t BoundFp32Workspace(const AttentionArgs& args, const AttentionMask& mask);    // fp32/workspace.cc
+int64_t BoundSm80Workspace(const AttentionArgs& args, const AttentionMask& mask);    // sm80/workspace.cc
 int64_t BoundSm90Workspace(const AttentionArgs& args, const AttentionMask& mask);    // sm90/workspace.cc
 
 }  // namespace cuda

@@ -4,12 +4,14 @@
 #define STOF_CUDA_ATTENTION_SM80_API_H_
 
 #include "cuda/attention/kernel_table.h"
+#include "cuda/attention/relative/params.h"
 
 namespace stof {
 namespace cuda {
 
 struct Sm80CtaSize : CtaSize {
-  int (*launch)(const AttentionParams& params, int stages, void* stream) = nullptr;
+  // relative: of kernels with relative terms.
+  int (*launch)(const AttentionParams& params, const RelativeParams& relative, int stages, void* stream) = nullptr;
 };
 struct Sm80Code : KernelCode {
   Sm80CtaSize half;   // CTAs of 64 rows, half a tile of the block mask
@@ -28,6 +30,14 @@ KernelTable FindSm80D128(const KernelProblem& problem);
 KernelTable FindSm80D160(const KernelProblem& problem);
 KernelTable FindSm80D192(const KernelProblem& problem);
 KernelTable FindSm80D256(const KernelProblem& problem);
+// With relative terms.
+KernelTable FindSm80RelativeD32(const KernelProblem& problem);
+KernelTable FindSm80RelativeD64(const KernelProblem& problem);
+KernelTable FindSm80RelativeD96(const KernelProblem& problem);
+KernelTable FindSm80RelativeD128(const KernelProblem& problem);
+KernelTable FindSm80RelativeD160(const KernelProblem& problem);
+KernelTable FindSm80RelativeD192(const KernelProblem& problem);
+KernelTable FindSm80RelativeD256(const KernelProblem& problem);
 
 }  // namespace cuda
 }  // namespace stof

@@ -13,7 +13,14 @@ namespace {
 constexpr HeadSizeTable kTables[] = {{32, FindSm80D32},   {64, FindSm80D64},   {96, FindSm80D96},  {128, FindSm80D128},
                                      {160, FindSm80D160}, {192, FindSm80D192}, {256, FindSm80D256}};
 
-KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
+constexpr HeadSizeTable kRelativeTables[] = {{32, FindSm80RelativeD32},   {64, FindSm80RelativeD64},
+                                             {96, FindSm80RelativeD96},   {128, FindSm80RelativeD128},
+                                             {160, FindSm80RelativeD160}, {192, FindSm80RelativeD192},
+                                             {256, FindSm80RelativeD256}};
+
+KernelTable Find(const KernelProblem& problem) {
+  return problem.has_relative_terms ? FindByHeadSize(kRelativeTables, problem) : FindByHeadSize(kTables, problem);
+}
 
 // The stages that fit the device's shared memory with ctas_per_sm CTAs; -1: not even one buffer does.
 int CountStages(const CtaSize& size, const DeviceProperties& device) {
@@ -34,6 +41,12 @@ bool PrefersHalfTiles(int head_size, const AttentionParams& p, const DevicePrope
 
 Status Plan(AttentionJob* job, AttentionPlan* plan) {
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
+  if (job->problem().has_relative_terms) {
+    STOF_RETURN_IF_ERROR(job->GetRelativeRows());
+    RelativeLayout layout;
+    STOF_RETURN_IF_ERROR(PlanRelative(job->args(), plan->kernel->head_size, &layout));
+    plan->workspace = static_cast<size_t>(layout.bytes);
+  }
   if (ChooseSm80Size(job->params(), job->device(), plan)) return Status();
   return Status::Error("the device has too little shared memory for head size " +
                        std::to_string(plan->kernel->head_size));
@@ -41,17 +54,33 @@ Status Plan(AttentionJob* job, AttentionPlan* plan) {
 
 Status Run(AttentionJob* job, const AttentionPlan& plan) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
+  RelativeParams relative;
+  if (job->problem().has_relative_terms) {
+    RelativeLayout layout;
+    STOF_RETURN_IF_ERROR(PlanRelative(job->args(), plan.kernel->head_size, &layout));
+    void* const memory = plan.workspace == 0 ? nullptr : job->GetWorkspace(0, 4, plan.workspace);
+    if (memory == nullptr && plan.workspace > 0) {
+      return Status::Error("no device memory for " + std::to_string(plan.workspace) + " bytes of relative positions");
+    }
+    STOF_RETURN_IF_ERROR(
+        PrepareRelative(job->args(), layout, job->relative_rows(), memory, job->stream(), &relative));
+  }
   const auto& code = plan.kernel->code_as<Sm80Code>();
   const Sm80CtaSize& size = plan.rows == code.half.rows ? code.half : code.whole;
-  return CheckLaunch(size.launch(job->params(), plan.stages, job->stream()));
+  return CheckLaunch(size.launch(job->params(), relative, plan.stages, job->stream()));
 }
 
-Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }
+Status Prepare(AttentionJob* job, const KernelEntry&) {
+  STOF_RETURN_IF_ERROR(job->GetRelativeRows());
+  return job->PrepareTiled();
+}
 
 constexpr KernelFamily MakeFamily() {
   KernelFamily family;
   family.role = KernelRole::kTiled;
   family.takes_16_bit = true;
+  family.takes_relative_terms = true;
+  family.workspace_bound = BoundSm80Workspace;
   family.find = Find, family.plan = Plan, family.run = Run, family.prepare = Prepare;
   return family;
 }

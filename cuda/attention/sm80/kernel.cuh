@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Block-sparse attention for compute capability 8.0 and later, with mma.sync and cp.async. A CTA computes 128 or 64
 // query rows of one head over the KV tiles that the block mask keeps. The softmax is online, as in FlashAttention 2
-// (Dao 2023, sec. 3.1). Partial tiles apply their element mask, full ones none.
+// (Dao 2023, sec. 3.1). Partial tiles apply their element mask, full ones none. With kRelative, scores have relative
+// terms (cuda/attention/relative/).
 #ifndef STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 
@@ -9,10 +10,13 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <type_traits>
 
 #include "cuda/attention/far_scores.cuh"
 #include "cuda/attention/lse.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/relative/params.h"
+#include "cuda/attention/relative/products.cuh"
 #include "cuda/attention/score_bias.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 #include "cuda/attention/tile_iterator.cuh"
@@ -24,7 +28,7 @@ namespace stof {
 namespace cuda {
 
 // The work of one CTA.
-template <int kHead, typename T, bool kScoreMod, int kRows>
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 class Sm80Attention {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
@@ -32,9 +36,13 @@ class Sm80Attention {
   static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
 
  public:
-  // stages: 0 where keys and values share one buffer.
-  __device__ Sm80Attention(const AttentionParams& p, int stages, T* shared)
-      : p_(p), stages_(S::kLargeHead ? stages : S::kStages), shared_(shared), base_(SharedAddress(shared)) {
+  // stages: 0 where keys and values share one buffer. relative: nullptr without kRelative.
+  __device__ Sm80Attention(const AttentionParams& p, const RelativeParams* relative, int stages, T* shared)
+      : p_(p),
+        relative_(relative),
+        stages_(S::kLargeHead ? stages : S::kStages),
+        shared_(shared),
+        base_(SharedAddress(shared)) {
     const int sub_tile = static_cast<int>(blockIdx.x) % S::kCtasPerTile,
               item = static_cast<int>(blockIdx.x) / S::kCtasPerTile;
     const int rows = (p.S + kTileRows - 1) / kTileRows;
@@ -71,13 +79,13 @@ class Sm80Attention {
     if (row0_ >= p_.S || (p_.only_flagged != nullptr && !HasFlaggedRow())) return;
     const auto policy = static_cast<EmptyRows>(p_.empty_rows);
     const bool second_pass = policy == EmptyRows::kMean || policy == EmptyRows::kAll;
-    if constexpr (S::kLargeHead) {
+    if constexpr (S::kLargeHead || kRelative) {
       // One loop for both passes: twice the code would need more registers than there are.
 #pragma unroll 1
       for (bool unmasked = false;; unmasked = true) {
         LoadQueries();  // the output has replaced them
         Clear();
-        if constexpr (S::kM < kTileRows) {
+        if constexpr (S::kM < kTileRows || !S::kLargeHead) {
           ProcessTiles(unmasked);
         } else {
           ProcessTilesLargeHead(unmasked);
@@ -191,7 +199,7 @@ class Sm80Attention {
         __syncthreads();
         FetchKeys(next.tile, stage ^ 1);
         FetchValues(next.tile, stage ^ 1);
-        Scores(Keys(stage), s);
+        Scores(entry.tile, Keys(stage), s);
         Bits bits;
         if constexpr (S::kEarlyMask) FetchBits(entry, &bits);
         ApplyMaskAndBias(entry, &bits, unmasked, s);
@@ -202,7 +210,7 @@ class Sm80Attention {
         WaitCopies<0>();
         __syncthreads();
         FetchValues(entry.tile, 0);
-        Scores(Keys(0), s);
+        Scores(entry.tile, Keys(0), s);
         WaitCopies<0>();
         __syncthreads();
         FetchKeys(next.tile, 0);
@@ -227,7 +235,7 @@ class Sm80Attention {
       const KvTile next = Next(&i, unmasked);
       WaitForOne();  // keys and queries; the values may still be in flight
       float s[S::kBlocks][kColumns][4];
-      Scores(Keys(0), s);
+      Scores(entry.tile, Keys(0), s);
       __syncthreads();
       if (stages_ > 0) {
         FetchKeys(next.tile, 0);
@@ -260,7 +268,8 @@ class Sm80Attention {
 
   // ---- a tile: cuda/attention/sm80/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
-  __device__ __forceinline__ void Scores(uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Scores(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void AddRelativeTerms(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
                                                    float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ bool RaiseMax(float (&s)[S::kBlocks][kColumns][4]);
@@ -332,6 +341,7 @@ class Sm80Attention {
   }
 
   const AttentionParams& p_;
+  const RelativeParams* const relative_;
   const int stages_;
   T* const shared_;
   const uint32_t base_;
@@ -357,23 +367,33 @@ struct Sm80Params {
   AttentionParams attention;
   int stages = 0;
 };
+struct Sm80RelativeParams : Sm80Params {
+  RelativeParams relative;
+};
+template <bool kRelative>
+using Sm80ParamsOf = std::conditional_t<kRelative, Sm80RelativeParams, Sm80Params>;
 
-template <int kHead, typename T, bool kScoreMod, int kRows>
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 __global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
-                                  Sm80Shape<kHead, kScoreMod, kRows>::kCtas)
-    AttentionKernel(const __grid_constant__ Sm80Params params) {
+                                  (Sm80Ctas<kHead, kScoreMod, kRows, kRelative>))
+    AttentionKernel(const __grid_constant__ Sm80ParamsOf<kRelative> params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Sm80Attention<kHead, T, kScoreMod, kRows>(params.attention, params.stages, reinterpret_cast<T*>(shared)).Run();
+  const RelativeParams* relative = nullptr;
+  if constexpr (kRelative) relative = &params.relative;
+  Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>(params.attention, relative, params.stages,
+                                                       reinterpret_cast<T*>(shared))
+      .Run();
 }
 
-template <int kHead, typename T, bool kScoreMod, int kRows>
-int LaunchSm80(const AttentionParams& params, int stages, void* stream) {
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, int stages, void* stream) {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
-  Sm80Params copy;
+  Sm80ParamsOf<kRelative> copy;
   copy.attention = params;
   copy.stages = stages;
+  if constexpr (kRelative) copy.relative = relative;
   const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
-  return LaunchKernel<Sm80Params, AttentionKernel<kHead, T, kScoreMod, kRows>>(
+  return LaunchKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
       copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
 }
 

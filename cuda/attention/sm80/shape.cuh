@@ -45,6 +45,12 @@ struct Sm80Shape {
   static constexpr int kCtas = kM < kTileRows ? kSmall : kLargeHead ? 1 : 2;
 };
 
+// CTAs an SM. Relative terms need registers for their products.
+template <int kHead, bool kScoreMod, int kRows, bool kRelative>
+constexpr int Sm80Ctas = kRelative && Sm80Shape<kHead, kScoreMod, kRows>::kCtas > 3
+                             ? 3
+                             : Sm80Shape<kHead, kScoreMod, kRows>::kCtas;
+
 // The element offset of chunk c of a row, swizzled: the chunks of a column are in different banks.
 template <int kHead>
 __device__ __forceinline__ int SwizzledOffset(int row, int chunk) {

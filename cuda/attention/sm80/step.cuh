@@ -9,8 +9,8 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::Scores(uint32_t keys,
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::Scores(int tile, uint32_t keys,
                                                                                   float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
@@ -20,6 +20,7 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::Score
       for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
     }
   }
+  if constexpr (kRelative) AddRelativeTerms(tile, keys, s);
   const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
   constexpr int kAtOnce = S::kLargeHead ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would need more registers
 #pragma unroll kAtOnce
@@ -39,11 +40,45 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::Score
   }
 }
 
-template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::ApplyMaskAndBias(
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::AddRelativeTerms(
+    int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) {
+  // What depends on the lane is computed for each tile again: registers do not suffice to keep it.
+  int lane = lane_;
+  asm volatile("" : "+r"(lane));
+  const RelativeProducts<T, kHead, S::kBlocks> products(p_, b_, h_, row0_ + warp_ * S::kBlocks * 16, tile * S::kN,
+                                                        lane);
+  const auto read_queries = [this](int k, uint32_t (&q)[S::kBlocks][4]) {
+    if constexpr (S::kQueriesInRegisters) {
+#pragma unroll
+      for (int i = 0; i < S::kBlocks; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) q[i][e] = q_[k][i][e];
+      }
+    } else {
+      ReadQueries(k, q);
+    }
+  };
+  const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const auto read_keys = [first](int k, int j, uint32_t (&b)[4]) {
+    LoadMatrix4(b, ChunkAddress<kHead>(first, 2 * k) + 2 * 8 * j * kHead);
+  };
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const RelativeTerm& term = relative_->key[i];
+    if (term.band.rows != nullptr) products.AddQueryBand(term.band, read_queries, s);
+    if (term.part.products != nullptr) products.AddParts(term.part, false, s);
+  }
+  if (relative_->query.band.rows != nullptr) products.AddKeyBand(relative_->query.band, read_keys, s);
+  if (relative_->query.part.products != nullptr) products.AddParts(relative_->query.part, true, s);
+}
+
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::ApplyMaskAndBias(
     const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod) {
-    ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
+    ScoreBiases<T, S::kBlocks, kColumns, kRelative>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
+                                                    kRelative ? &relative_->factor : nullptr)
         .Add(p_.scale, s);
   }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
@@ -64,8 +99,8 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::Apply
 // Raises the row max where a score exceeds it by kSlack, and rescales outputs and sums. Gives, uniformly in the warp,
 // whether scores were replaced by the logarithms of weights: where some row max is so far from zero that its rounding
 // would show in the weights.
-template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows>::RaiseMax(
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::RaiseMax(
     float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
   bool any = false, far = false;
@@ -115,8 +150,8 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows>::Raise
 }
 
 // The weights of 16 keys, as an operand of P V.
-template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::ComputeWeights(
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::ComputeWeights(
     int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]) {
   const float scale = subtracted ? 1.0f : scale_;
 #pragma unroll
@@ -137,8 +172,8 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::Compu
 }
 
 // 16 keys at a time, so that the special function unit overlaps the tensor cores.
-template <int kHead, typename T, bool kScoreMod, int kRows>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows>::AddValues(
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::AddValues(
     uint32_t values, bool subtracted, const float (&s)[S::kBlocks][kColumns][4]) {
   const uint32_t first = values + 2 * SwizzledOffset<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll

@@ -161,7 +161,7 @@ Status CheckRelativeTable(const RelativeTable& table, int64_t size, bool has_fur
     return Status::Error("a table of relative positions has " + std::to_string(table.columns) +
                          " columns, expected those of its vectors, " + std::to_string(size));
   }
-  if (index.row == nullptr) return Status();  // of a device, which refuses it
+  if (index.row == nullptr) return Status();  // not bound: only types and shapes are known
   if (index.count >= 1 && 0 <= index.first_row && index.first_row <= index.last_row && index.last_row < table.rows) {
     return Status();
   }

@@ -75,7 +75,7 @@ struct ScoreArgs {
   RelativeBias relative_bias;
   SinkLogits sink;
   // Added to the products of queries and keys, inside scale and softcap: a query times its row of a table for each key,
-  // and a key times its row for each query. CPU only.
+  // and a key times its row for each query.
   RelativeTable relative_key[2], relative_query;
   bool has_relative_tables() const {
     return relative_key[0].given() || relative_key[1].given() || relative_query.given();

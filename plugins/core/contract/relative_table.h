@@ -10,6 +10,8 @@
 
 namespace stof {
 
+class MaskCacheSlot;  // plugins/core/mask/columns/cache_slot.h
+
 // Which row of a table a pair names: that of query i and key j is row[key_part(j) - query_part(i) - low]. Positions of
 // packed sequences are those of the padded problem.
 struct RelativeRows {
@@ -26,6 +28,8 @@ struct RelativeRows {
   bool is_reversed = false;
   bool is_stepwise = false;  // neighbours of `row` differ by 0 or 1
   bool is_linear = false;    // they differ by 1
+  // Devices: where a copy of the arrays is kept, which lives as long as they do. nullptr: none can be made.
+  const MaskCacheSlot* on_device = nullptr;
 
   STOF_ALWAYS_INLINE int64_t KeyPart(int64_t j) const { return key_part == nullptr ? j : key_part[j]; }
   STOF_ALWAYS_INLINE int64_t QueryPart(int64_t i) const {

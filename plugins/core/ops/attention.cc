@@ -57,9 +57,7 @@ Status AttentionOp::Run(const Tensor* inputs, int input_count, const Tensor* out
   Tables& given = problem.given;
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &given, context, &args, &pad));
-  if (!context.on_cuda) {
-    STOF_RETURN_IF_ERROR(relative_.Bind(given, problem.sizes, &args, &problem.relative_rows));
-  }
+  STOF_RETURN_IF_ERROR(relative_.Bind(given, problem.sizes, &args, &problem.relative_rows));
   args.output.data = outputs[0].data;
   if (problem.sequences.given()) {
     problem.sequences.ClearRest(args);

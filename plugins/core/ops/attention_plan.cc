@@ -56,9 +56,11 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // Key columns are gathered first. The fp32 kernels split keys and values into 16-bit terms first.
+  // Key columns are gathered first, and tables of relative positions expanded. The fp32 kernels split keys and values
+  // into 16-bit terms first.
   plan->runs_several_kernels = pad != nullptr || !problem.mask->parts.dynamic.empty() ||
-                               problem.args.shape.dtype == DType::kF32 || problem.mask->columns != nullptr;
+                               problem.args.shape.dtype == DType::kF32 || problem.mask->columns != nullptr ||
+                               problem.args.scores.has_relative_tables();
   const CudaBackend* backend = FindCudaBackend();
   plan->kernels = backend == nullptr ? 0 : backend->attention.count_kernels(problem.args);
   return Status();
@@ -90,7 +92,7 @@ Status AttentionOp::BindForDevice(const Tensor* inputs, int input_count, Problem
   RunContext context;
   context.on_cuda = true;
   STOF_RETURN_IF_ERROR(BindOperands(problem->mask->parts, &problem->given, context, &problem->args, pad));
-  return Status();
+  return relative_.Bind(problem->given, problem->sizes, &problem->args, &problem->relative_rows);
 }
 
 Status AttentionOp::PrepareHost(const Tensor* inputs, int input_count, int threads) {

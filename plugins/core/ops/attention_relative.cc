@@ -176,6 +176,7 @@ Status RelativeRowArrays::Make(const std::string& role, const SeparatedExpr& sep
                          std::to_string(arrays->view_.count) + " differences, expected at most 2^32 of both together");
   }
   arrays->FillRows(separated, first);
+  arrays->view_.on_device = &arrays->on_device_;
   *made = std::move(arrays);
   return Status();
 }

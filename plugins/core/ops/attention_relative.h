@@ -14,6 +14,7 @@
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/attention_args.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/mask/columns/cache_slot.h"
 #include "plugins/core/relative/separated_expr.h"
 
 namespace stof {
@@ -48,6 +49,7 @@ class RelativeRowArrays {
   int64_t rows_ = 0;
   std::vector<int32_t> key_part_, query_part_, row_;
   RelativeRows view_;
+  MaskCacheSlot on_device_;
 };
 
 // The expressions of an operator, parsed as AttentionMaskSource parses a mask.

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels that prepare tables of relative positions for an attention kernel. Plain C++. Launchers give a CUDA error
+// code, 0 for none; stream is a cudaStream_t.
+#ifndef STOF_CUDA_ATTENTION_RELATIVE_EXPAND_H_
+#define STOF_CUDA_ATTENTION_RELATIVE_EXPAND_H_
+
+#include <cstdint>
+
+#include "plugins/core/base/types.h"
+
+namespace stof {
+namespace cuda {
+
+// Expands a table: row i of the result is row[clamp(first + i, 0, count - 1)] of the table, in the order of band.h.
+struct ExpandParams {
+  const void* table = nullptr;  // [heads, rows, columns]
+  int32_t is_float = 0;         // else it has the type of query
+  int32_t heads = 0, rows = 0, columns = 0;
+  int64_t stride_h = 0;
+  int32_t D = 0;  // elements of a row in products; a column behind them is added
+  const int32_t* row = nullptr;
+  int64_t first = 0, count = 0;
+  int32_t is_reversed = 0;  // rows are counted from the last one
+  int32_t pairs = 0;        // pairs of k-steps: elements from D on are 0
+  int64_t expanded = 0;     // rows of the result, a multiple of 8
+  void* to = nullptr;       // [heads, expanded / 8, pairs, 32, 8]
+  float* column = nullptr;  // [heads, expanded]: the further column, or 0
+};
+int LaunchExpand(const ExpandParams& params, DType dtype, void* stream);
+
+// The products of all queries or keys and all expanded rows.
+struct PartProductParams {
+  const void* x = nullptr;  // [B, heads, N, D]
+  Strides stride;
+  int32_t B = 0, H = 0, group = 1;  // query heads of a head of x
+  int32_t N = 0, D = 0;
+  const void* rows = nullptr;  // [H or 1, columns / 8, pairs, 32, 8]
+  const float* column = nullptr;
+  int64_t row_stride_h = 0, column_stride_h = 0;
+  int32_t pairs = 0, columns = 0;  // a multiple of 32
+  float* products = nullptr;       // [B, H, N, columns]
+};
+int LaunchPartProducts(const PartProductParams& params, DType dtype, void* stream);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_RELATIVE_EXPAND_H_

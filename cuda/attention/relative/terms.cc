@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/relative/terms.h"
+
+#include "cuda/attention/relative/expand.h"
+#include "cuda/common/status.h"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+int32_t Narrow(int64_t size) { return static_cast<int32_t>(size); }
+
+Status Expand(const AttentionArgs& args, const RelativeTable& table, const RelativeTermLayout& layout,
+              const int32_t* row, char* workspace, void* stream) {
+  ExpandParams p;
+  p.table = table.data;
+  p.is_float = table.dtype == DType::kF32 ? 1 : 0;
+  p.heads = layout.heads, p.rows = Narrow(table.rows), p.columns = Narrow(table.columns);
+  p.stride_h = table.stride_h;
+  p.D = Narrow(args.shape.D);
+  p.row = row;
+  p.first = layout.first, p.count = table.index.count;
+  p.is_reversed = table.index.is_reversed ? 1 : 0;
+  p.pairs = layout.pairs, p.expanded = layout.expanded;
+  p.to = workspace + layout.rows;
+  p.column = reinterpret_cast<float*>(workspace + layout.column);
+  return ToStatus(static_cast<cudaError_t>(LaunchExpand(p, args.shape.dtype, stream)),
+                  "launch of the kernel that expands a table of relative positions");
+}
+
+// Of queries, or with of_keys of keys.
+Status MultiplyParts(const AttentionArgs& args, const RelativeTermLayout& layout, bool of_keys, char* workspace,
+                     void* stream) {
+  const AttentionShape& shape = args.shape;
+  const TensorView& x = of_keys ? args.key : args.query;
+  PartProductParams p;
+  p.x = x.data, p.stride = x.stride;
+  p.B = Narrow(shape.B), p.H = Narrow(shape.H);
+  p.group = of_keys ? Narrow(shape.H / shape.G) : 1;
+  p.N = Narrow(of_keys ? shape.T : shape.S), p.D = Narrow(shape.D);
+  p.rows = workspace + layout.rows, p.row_stride_h = layout.row_stride_h();
+  p.column = reinterpret_cast<const float*>(workspace + layout.column), p.column_stride_h = layout.column_stride_h();
+  p.pairs = layout.pairs, p.columns = Narrow(layout.expanded);
+  p.products = reinterpret_cast<float*>(workspace + layout.products);
+  return ToStatus(static_cast<cudaError_t>(LaunchPartProducts(p, shape.dtype, stream)),
+                  "launch of the kernel that multiplies by rows of relative positions");
+}
+
+}  // namespace
+
+Status PrepareRelative(const AttentionArgs& args, const RelativeLayout& layout, const RelativeRowsOnDevice& rows,
+                       void* workspace, void* stream, RelativeParams* params) {
+  *params = RelativeParams();
+  char* const base = static_cast<char*>(workspace);
+  for (int i = 0; i < kRelativeTerms; ++i) {
+    const RelativeTermLayout& own = layout.terms[i];
+    if (!own.is_given) continue;
+    const RelativeTable& table = RelativeTermOf(args.scores, i);
+    const DeviceRowsEntry* const entry = rows.terms[i].get();
+    STOF_RETURN_IF_ERROR(Expand(args, table, own, entry == nullptr ? nullptr : entry->row(), base, stream));
+    RelativeTerm* const term = i == 2 ? &params->query : &params->key[i];
+    if (own.is_band) {
+      term->band = {base + own.rows, reinterpret_cast<const float*>(base + own.column), own.row_stride_h(),
+                    own.column_stride_h()};
+      continue;
+    }
+    STOF_RETURN_IF_ERROR(MultiplyParts(args, own, i == 2, base, stream));
+    term->part.products = reinterpret_cast<const float*>(base + own.products);
+    term->part.offset = Narrow(-table.index.low), term->part.columns = Narrow(own.expanded);
+    if (entry == nullptr) continue;
+    term->part.key_part = entry->key_part();
+    // A part of a problem may begin at a later query.
+    term->part.query_part = entry->query_part() + (table.index.query_position - entry->query_position());
+  }
+  const RelativeBias& bias = args.scores.relative_bias;
+  params->factor = {bias.factor, bias.factor_stride_b, bias.factor_stride_h,
+                    bias.factor_dtype == DType::kF32 ? 1 : 0};
+  return Status();
+}
+
+}  // namespace cuda
+}  // namespace stof
