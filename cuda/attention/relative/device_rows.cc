@@ -9,6 +9,7 @@
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
 #include "cuda/common/status.h"
+#include "plugins/core/mask/columns/cache_slot.h"
 
 namespace stof {
 namespace cuda {

@@ -269,6 +269,7 @@ class Sm80Attention {
   // ---- a tile: cuda/attention/sm80/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
+  // cuda/attention/sm80/relative.cuh
   __device__ __forceinline__ void AddRelativeTerms(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
                                                    float (&s)[S::kBlocks][kColumns][4]);
@@ -359,6 +360,7 @@ class Sm80Attention {
 
 }  // namespace cuda
 }  // namespace stof
+#include "cuda/attention/sm80/relative.cuh"
 #include "cuda/attention/sm80/step.cuh"
 namespace stof {
 namespace cuda {

@@ -41,39 +41,6 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 }
 
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::AddRelativeTerms(
-    int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) {
-  // What depends on the lane is computed for each tile again: registers do not suffice to keep it.
-  int lane = lane_;
-  asm volatile("" : "+r"(lane));
-  const RelativeProducts<T, kHead, S::kBlocks> products(p_, b_, h_, row0_ + warp_ * S::kBlocks * 16, tile * S::kN,
-                                                        lane);
-  const auto read_queries = [this](int k, uint32_t (&q)[S::kBlocks][4]) {
-    if constexpr (S::kQueriesInRegisters) {
-#pragma unroll
-      for (int i = 0; i < S::kBlocks; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) q[i][e] = q_[k][i][e];
-      }
-    } else {
-      ReadQueries(k, q);
-    }
-  };
-  const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const auto read_keys = [first](int k, int j, uint32_t (&b)[4]) {
-    LoadMatrix4(b, ChunkAddress<kHead>(first, 2 * k) + 2 * 8 * j * kHead);
-  };
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const RelativeTerm& term = relative_->key[i];
-    if (term.band.rows != nullptr) products.AddQueryBand(term.band, read_queries, s);
-    if (term.part.products != nullptr) products.AddParts(term.part, false, s);
-  }
-  if (relative_->query.band.rows != nullptr) products.AddKeyBand(relative_->query.band, read_keys, s);
-  if (relative_->query.part.products != nullptr) products.AddParts(relative_->query.part, true, s);
-}
-
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::ApplyMaskAndBias(
     const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod) {

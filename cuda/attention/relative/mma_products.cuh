@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of queries or keys and expanded rows by mma.sync, in fp16 and bf16.
+#ifndef STOF_CUDA_ATTENTION_RELATIVE_MMA_PRODUCTS_CUH_
+#define STOF_CUDA_ATTENTION_RELATIVE_MMA_PRODUCTS_CUH_
+
+#include <cuda_runtime.h>
+
+#include "cuda/attention/relative/products.cuh"
+#include "cuda/common/mma_sm80.cuh"
+
+namespace stof {
+namespace cuda {
+
+// Products of 16 kBlocks queries and a pair of blocks of expanded rows. read_queries(k, q) sets q to the fragments of
+// k-step k.
+template <typename T, int kHead, int kBlocks, typename ReadQueries>
+__device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, const float* column, int u, int lane,
+                                                ReadQueries read_queries, float (&x)[kBlocks][2][4]) {
+  using Scores = RelativeScores<kBlocks>;
+  constexpr int kPairs = kHead / 32, kAtOnce = kHead <= 128 ? kPairs : 1;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float2 start = *reinterpret_cast<const float2*>(column + 16 * u + 8 * n + 2 * (lane % 4));
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      x[i][n][0] = x[i][n][2] = start.x;
+      x[i][n][1] = x[i][n][3] = start.y;
+    }
+  }
+#pragma unroll kAtOnce
+  for (int k = 0; k < kPairs; ++k) {
+    uint32_t low[4], high[4], q[kBlocks][4];
+    LoadConstant(low, rows + 4 * FragmentIndex(2 * u, k, kPairs, 0));
+    LoadConstant(high, rows + 4 * FragmentIndex(2 * u + 1, k, kPairs, 0));
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      read_queries(2 * k + step, q);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        if (!Scores::IsOfBand(i, u)) continue;
+        Mma<T>(x[i][0], q[i], low[2 * step], low[2 * step + 1]);
+        Mma<T>(x[i][1], q[i], high[2 * step], high[2 * step + 1]);
+      }
+    }
+  }
+}
+
+// Products of kBlocks + 1 pairs of blocks of expanded rows, from block j on, and of blocks j and j + 1 of 8 keys.
+// read_keys(k, j, b) sets b to the fragments of k-step k.
+template <typename T, int kHead, int kBlocks, typename ReadKeys>
+__device__ __forceinline__ void MultiplyKeys(const uint32_t* rows, const float* column, int j, int lane,
+                                             ReadKeys read_keys, float (&z)[kBlocks + 1][2][4]) {
+  constexpr int kPairs = kHead / 32, kAtOnce = kHead <= 128 ? kPairs : 1;
+#pragma unroll
+  for (int u = 0; u <= kBlocks; ++u) {
+    const float low = column[8 * (j + 2 * u) + lane / 4], high = column[8 * (j + 2 * u + 1) + lane / 4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      z[u][n][0] = z[u][n][1] = low;
+      z[u][n][2] = z[u][n][3] = high;
+    }
+  }
+#pragma unroll kAtOnce
+  for (int k = 0; k < kPairs; ++k) {
+    uint32_t keys[2][4];
+    read_keys(2 * k, j, keys[0]);
+    read_keys(2 * k + 1, j, keys[1]);
+#pragma unroll
+    for (int u = 0; u <= kBlocks; ++u) {
+      uint32_t low[4], high[4];
+      LoadConstant(low, rows + 4 * FragmentIndex(j + 2 * u, k, kPairs, 0));
+      LoadConstant(high, rows + 4 * FragmentIndex(j + 2 * u + 1, k, kPairs, 0));
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        const uint32_t a[4] = {low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]};
+        Mma<T>(z[u][0], a, keys[step][0], keys[step][1]);
+        Mma<T>(z[u][1], a, keys[step][2], keys[step][3]);
+      }
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_RELATIVE_MMA_PRODUCTS_CUH_

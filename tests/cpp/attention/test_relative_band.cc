@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// The relative terms of a tile of scores as the sm80 kernels compute them, by the code of the device on an emulated
+// warp: expanded tables, fragments, matmuls and skew.
+#include <cstdint>
+#include <vector>
+
+#include "cuda/attention/relative/mma_products.cuh"
+#include "tests/cpp/check.h"
+
+namespace stof::test {
+namespace {
+
+using cuda::EmulatedBf16;
+
+constexpr int kHead = 64, kPairs = kHead / 32;
+
+uint16_t ToBf16(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);
+}
+uint32_t Word(float low, float high) { return ToBf16(low) | static_cast<uint32_t>(ToBf16(high)) << 16; }
+
+// Small integers: their products have no rounding errors.
+std::vector<float> DrawIntegers(Random* random, int64_t count) {
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = static_cast<float>(random->Range(-8, 8));
+  return values;
+}
+
+// A problem of S queries and T keys; its table has a row for each expanded row.
+struct Problem {
+  int S, T;
+  std::vector<float> query, key, rows, column;  // [padded S, kHead], [padded T, kHead], [expanded, kHead], [expanded]
+  std::vector<uint16_t> fragments;
+
+  Problem(int queries, int keys, Random* random) : S(queries), T(keys) {
+    const int64_t expanded = cuda::ExpandedRows(S, T);
+    query = DrawIntegers(random, int64_t{cuda::PaddedQueries(S)} * kHead);
+    key = DrawIntegers(random, int64_t{cuda::PaddedKeys(T)} * kHead);
+    rows = DrawIntegers(random, expanded * kHead);
+    column = DrawIntegers(random, expanded);
+    fragments.resize(static_cast<size_t>(expanded * kHead));
+    for (int64_t block = 0; block < expanded / 8; ++block) {
+      for (int pair = 0; pair < kPairs; ++pair) {
+        for (int lane = 0; lane < 32; ++lane) {
+          for (int i = 0; i < 8; ++i) {
+            const int64_t row = block * 8 + cuda::FragmentRow(lane);
+            const int d = 32 * pair + cuda::FragmentColumn(lane, i);
+            fragments[static_cast<size_t>(cuda::FragmentIndex(block, pair, kPairs, lane) * 8 + i)] =
+                ToBf16(rows[static_cast<size_t>(row * kHead + d)]);
+          }
+        }
+      }
+    }
+  }
+  float Dot(const std::vector<float>& x, int of, int64_t row) const {
+    float sum = column[static_cast<size_t>(row)];
+    for (int d = 0; d < kHead; ++d) {
+      sum += x[static_cast<size_t>(of * kHead + d)] * rows[static_cast<size_t>(row * kHead + d)];
+    }
+    return sum;
+  }
+};
+
+// Adds a term to the scores of 16 kBlocks queries from `row` on and 64 keys from `key` on, and compares all of them.
+template <int kBlocks>
+void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
+  cuda::AttentionParams p;
+  p.B = p.H = p.G = 1, p.S = problem.S, p.T = problem.T;
+  cuda::BandTerm term;
+  term.rows = problem.fragments.data(), term.column = problem.column.data();
+  std::vector<float> got(static_cast<size_t>(16 * kBlocks * 64));
+  emulated::Warp::Run([&](int lane) {
+    const cuda::RelativeScores<kBlocks> scores(p, 0, 0, row, key, lane);
+    const int first = scores.First(), g = lane / 4, t = lane % 4;
+    const uint32_t* const rows = cuda::WindowRows<EmulatedBf16, kPairs>(term, 0, first, lane);
+    const float* const column = cuda::WindowColumn(term, 0, first);
+    const auto pair = [](const std::vector<float>& x, int of, int d) {
+      return Word(x[static_cast<size_t>(of * kHead + d)], x[static_cast<size_t>(of * kHead + d + 1)]);
+    };
+    float s[kBlocks][8][4];
+    for (auto& block : s) {
+      for (auto& column_block : block) {
+        for (float& x : column_block) x = 1000.0f;  // terms are added
+      }
+    }
+    if (of_keys) {
+      const auto read_keys = [&](int k, int j, uint32_t(&b)[4]) {
+        for (int n = 0; n < 2; ++n) {
+          for (int half = 0; half < 2; ++half) {
+            b[2 * n + half] = pair(problem.key, key + 8 * (j + n) + g, 16 * k + 8 * half + 2 * t);
+          }
+        }
+      };
+      scores.AddKeyBand(
+          [&](int j, float(&z)[kBlocks + 1][2][4]) {
+            cuda::MultiplyKeys<EmulatedBf16, kHead, kBlocks>(rows, column, j, lane, read_keys, z);
+          },
+          s);
+    } else {
+      const auto read_queries = [&](int k, uint32_t(&q)[kBlocks][4]) {
+        for (int i = 0; i < kBlocks; ++i) {
+          for (int word = 0; word < 4; ++word) {
+            q[i][word] = pair(problem.query, row + 16 * i + g + word % 2 * 8, 16 * k + word / 2 * 8 + 2 * t);
+          }
+        }
+      };
+      scores.AddQueryBand(
+          [&](int u, float(&x)[kBlocks][2][4]) {
+            cuda::MultiplyQueries<EmulatedBf16, kHead, kBlocks>(rows, column, u, lane, read_queries, x);
+          },
+          s);
+    }
+    for (int i = 0; i < kBlocks; ++i) {
+      for (int j = 0; j < 8; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          got[static_cast<size_t>((16 * i + g + e / 2 * 8) * 64 + 8 * j + 2 * t + e % 2)] = s[i][j][e];
+        }
+      }
+    }
+  });
+  for (int r = 0; r < 16 * kBlocks; ++r) {
+    for (int c = 0; c < 64; ++c) {
+      const int64_t expanded = cuda::ExpandedRow(row + r, key + c, problem.S);
+      const float term_of_pair =
+          of_keys ? problem.Dot(problem.key, key + c, expanded) : problem.Dot(problem.query, row + r, expanded);
+      CHECK(got[static_cast<size_t>(r * 64 + c)] == 1000.0f + term_of_pair, "query ", row + r, ", key ", key + c,
+            of_keys ? ", of keys: " : ", of queries: ", got[static_cast<size_t>(r * 64 + c)], ", expected ",
+            1000.0f + term_of_pair);
+    }
+  }
+}
+
+TEST(RelativeBandsOfTiles) {
+  Random random(55);
+  for (const int S : {1, 64, 130}) {
+    const Problem problem(S, S == 64 ? 65 : 200, &random);
+    // The first and the last band of all, and one between.
+    const int last_row = cuda::PaddedQueries(S), last_key = cuda::PaddedKeys(problem.T) - 64;
+    for (const bool of_keys : {false, true}) {
+      CheckTile<1>(problem, 0, last_key, of_keys);
+      CheckTile<1>(problem, last_row - 16, 0, of_keys);
+      CheckTile<1>(problem, 48, 64, of_keys);
+      CheckTile<2>(problem, 0, last_key, of_keys);
+      CheckTile<2>(problem, last_row - 32, 0, of_keys);
+      CheckTile<2>(problem, 32, 0, of_keys);
+    }
+  }
+}
+
+TEST(ExpandedRowsHoldAllBands) {
+  for (int S = 1; S <= 400; ++S) {
+    for (const int T : {1, 63, 64, 65, 127, 129, 300}) {
+      const int64_t expanded = cuda::ExpandedRows(S, T);
+      CHECK(expanded % 64 == 0);
+      for (int row = 0; row < cuda::PaddedQueries(S); row += 16) {
+        for (int key = 0; key < cuda::PaddedKeys(T); key += 64) {
+          const int begin = cuda::BandBegin(row, key, S);
+          CHECK(begin % 16 == 0 && begin >= 0 && begin + cuda::kBandRows <= expanded);
+          CHECK(cuda::ExpandedRow(row + 15, key, S) >= begin);
+          CHECK(cuda::ExpandedRow(row, key + 63, S) < begin + cuda::kBandRows);
+        }
+      }
+    }
+  }
+}
+
+// AddParts reads a product for each pair, clamped to the tensors.
+TEST(ProductsByPartsOfPositions) {
+  Random random(56);
+  constexpr int kS = 21, kT = 70, kColumns = 32;
+  cuda::AttentionParams p;
+  p.B = 2, p.H = 3, p.G = 1, p.S = kS, p.T = kT;
+  std::vector<int32_t> key_part, query_part;
+  for (int j = 0; j < kT; ++j) key_part.push_back(13 - j / 5);
+  for (int i = 0; i < kS; ++i) query_part.push_back(i % 4);
+  for (const bool of_keys : {false, true}) {
+    const std::vector<float> products = DrawIntegers(&random, int64_t{p.B} * p.H * (of_keys ? kT : kS) * kColumns);
+    cuda::PartTerm term;
+    term.products = products.data(), term.columns = kColumns, term.offset = 3;
+    term.key_part = key_part.data(), term.query_part = query_part.data();
+    std::vector<float> got(16 * 64);
+    constexpr int kRow = 16, kKey = 64;
+    emulated::Warp::Run([&](int lane) {
+      float s[1][8][4] = {};
+      cuda::RelativeScores<1>(p, 1, 2, kRow, kKey, lane).AddParts(term, of_keys, 2.0f, s);
+      for (int j = 0; j < 8; ++j) {
+        for (int e = 0; e < 4; ++e) {
+          got[static_cast<size_t>((lane / 4 + e / 2 * 8) * 64 + 8 * j + lane % 4 * 2 + e % 2)] = s[0][j][e];
+        }
+      }
+    });
+    for (int r = 0; r < 16 && kRow + r < kS; ++r) {
+      for (int c = 0; c < 64 && kKey + c < kT; ++c) {
+        const int i = kRow + r, j = kKey + c;
+        const int64_t of = (1 * 3 + 2) * (of_keys ? kT : kS) + (of_keys ? j : i);
+        const int at = key_part[static_cast<size_t>(j)] - query_part[static_cast<size_t>(i)] + 3;
+        CHECK(got[static_cast<size_t>(r * 64 + c)] == 2.0f * products[static_cast<size_t>(of * kColumns + at)]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace stof::test

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// In place of the header of the CUDA toolkit: device functions of one warp run on the host, a thread for each lane. It
+// also stands for cuda/common/mma_sm80.cuh, with mma.sync as the PTX ISA defines its fragments. Only warps whose lanes
+// all call the same functions in the same order work.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define STOF_CUDA_COMMON_MMA_SM80_CUH_
+
+struct alignas(8) float2 {
+  float x, y;
+};
+
+namespace stof::test::emulated {
+
+// What the lanes of a warp share.
+class Warp {
+ public:
+  static constexpr int kLanes = 32;
+  struct Slot {
+    float value = 0.0f;
+    uint32_t a[4] = {}, b[2] = {};
+  };
+
+  // Runs a function of the lane in each lane.
+  static void Run(const std::function<void(int lane)>& function) {
+    Warp warp;
+    std::vector<std::thread> threads;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      threads.emplace_back([&warp, &function, lane] {
+        Current() = &warp, Lane() = lane;
+        function(lane);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  static Warp*& Current() {
+    static thread_local Warp* current = nullptr;
+    return current;
+  }
+  static int& Lane() {
+    static thread_local int lane = 0;
+    return lane;
+  }
+
+  // Waits for all lanes.
+  void Sync() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t turn = turn_;
+    if (++arrived_ == kLanes) {
+      arrived_ = 0, ++turn_;
+      all_.notify_all();
+      return;
+    }
+    all_.wait(lock, [&] { return turn_ != turn; });
+  }
+  Slot slots[kLanes];
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_;
+  int arrived_ = 0;
+  int64_t turn_ = 0;
+};
+
+inline float ElementOf(uint32_t word, int i) {  // bf16
+  const uint32_t bits = (word >> 16 * i) << 16;
+  float x = 0.0f;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+}  // namespace stof::test::emulated
+
+inline int min(int a, int b) { return std::min(a, b); }
+inline float __shfl_sync(unsigned, float value, int source) {
+  auto& warp = *stof::test::emulated::Warp::Current();
+  warp.slots[stof::test::emulated::Warp::Lane()].value = value;
+  warp.Sync();
+  const float got = warp.slots[source].value;
+  warp.Sync();
+  return got;
+}
+inline void __syncwarp() {}
+
+namespace stof {
+namespace cuda {
+
+struct EmulatedBf16 {
+  uint16_t bits;
+};
+
+template <int kCount>
+void LoadConstant(uint32_t (&r)[kCount], const uint32_t* from) {
+  std::copy_n(from, kCount, r);
+}
+
+template <typename T>
+void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  using test::emulated::ElementOf;
+  auto& warp = *test::emulated::Warp::Current();
+  const int lane = test::emulated::Warp::Lane();
+  auto& own = warp.slots[lane];
+  std::copy_n(a, 4, own.a);
+  own.b[0] = b0, own.b[1] = b1;
+  warp.Sync();
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 16; ++k) {
+      // Row 8 r + g, column 8 c + 2 t + i of A is element i of word 2 c + r of lane 4 g + t.
+      const float x = ElementOf(warp.slots[row % 8 * 4 + k % 8 / 2].a[k / 8 * 2 + row / 8], k % 2);
+      // Row 8 r + 2 t + i, column g of B is element i of word r of lane 4 g + t.
+      const float y = ElementOf(warp.slots[column * 4 + k % 8 / 2].b[k / 8], k % 2);
+      c[e] += x * y;
+    }
+  }
+  warp.Sync();
+}
+
+}  // namespace cuda
+}  // namespace stof
