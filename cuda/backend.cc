@@ -238,9 +238,9 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
        {args.allow_tf32, args.scores.softcap > 0.0f, args.scores.scale > 0.0f, args.scores.bias.data != nullptr,
         args.scores.relative_bias.table != nullptr, args.scores.relative_bias.factor != nullptr,
         args.scores.relative_key[0].given(), args.scores.relative_key[1].given(), args.scores.relative_query.given(),
-        args.scores.sink.data != nullptr, args.output.lse != nullptr,
-        pad != nullptr, mask.parts.fixed.empty(), mask.parts.dynamic.empty(), window != nullptr,
-        window != nullptr && window->window_left >= 0, args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
+        args.scores.sink.data != nullptr, args.output.lse != nullptr, pad != nullptr, mask.parts.fixed.empty(),
+        mask.parts.dynamic.empty(), window != nullptr, window != nullptr && window->window_left >= 0,
+        args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));

@@ -88,6 +88,9 @@ if wave 1; then
   suite packed-edges 75 CudaPackedSequences
   suite key-columns 150 CudaKeyColumns
   suite key-columns-8.0 150 CudaKeyColumns STOF_CUDA_CAPABILITY=80
+  suite relative 150 CudaRelative
+  suite relative-128-rows 150 CudaRelative STOF_CUDA_SM80_ROWS=128
+  suite relative-8.0 150 CudaRelative STOF_CUDA_CAPABILITY=80
   suite fp32 75 CudaFp32
   suite fp32-128-rows 75 CudaFp32 STOF_CUDA_FP32_ROWS=128
   suite tf32-128-rows 75 CudaTf32 STOF_CUDA_FP32_ROWS=128

@@ -36,9 +36,9 @@ struct KernelProblem {
   bool has_softcap_or_bias = false;    // softcap, a relative or a full bias
   bool has_full_bias = false;
   bool has_positive_scale = true;
-  bool allows_tf32 = false;      // fp32: matmuls may have the error of TF32
-  bool has_aligned_rows = true;  // query, key and value can be read 16 bytes at a time
-  bool has_aligned_bias = true;  // TMA can read the full bias, if there is one
+  bool allows_tf32 = false;         // fp32: matmuls may have the error of TF32
+  bool has_aligned_rows = true;     // query, key and value can be read 16 bytes at a time
+  bool has_aligned_bias = true;     // TMA can read the full bias, if there is one
   bool has_relative_terms = false;  // products by tables of relative positions, or a factor of the relative bias
 
   ScoreMod score_mod() const {

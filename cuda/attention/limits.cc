@@ -101,7 +101,8 @@ Status CheckRelativeTerms(const AttentionArgs& args) {
                {"relative_query", scores.relative_query.given()},
                {"relative_bias_factor", scores.relative_bias.factor != nullptr}};
   for (const auto& [role, is_given] : terms) {
-    if (is_given) return Status::Error(std::string("attention on CUDA takes ") + role + " in fp16 and bf16, not in fp32");
+    if (is_given)
+      return Status::Error(std::string("attention on CUDA takes ") + role + " in fp16 and bf16, not in fp32");
   }
   return Status();
 }

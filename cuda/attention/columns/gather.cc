@@ -13,7 +13,8 @@ bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const Attentio
                     GatheredAttention* gathered) {
   if (mask.columns == nullptr || pad != nullptr || mask.parts.pad || !mask.parts.dynamic.empty() ||
       args.shape.S <= kDecodeQueries || args.shape.T == 0 || args.shape.B == 0 || args.scores.bias.data != nullptr ||
-      args.scores.relative_bias.table != nullptr || args.scores.has_relative_tables() || args.mask.empty_rows > EmptyRows::kNan || args.kernel[0] != '\0') {
+      args.scores.relative_bias.table != nullptr || args.scores.has_relative_tables() ||
+      args.mask.empty_rows > EmptyRows::kNan || args.kernel[0] != '\0') {
     return false;
   }
   gathered->columns = mask.columns->Get(args.shape.H, args.shape.G, args.shape.T, args.shape.T);

@@ -16,7 +16,7 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kBandQueries = 16;                    // of a band
+constexpr int kBandQueries = 16;                     // of a band
 constexpr int kBandRows = kTileKeys + kBandQueries;  // expanded rows of a band
 constexpr int kBandPairs = kBandRows / 16;           // pairs of blocks of 8 rows
 
@@ -51,7 +51,8 @@ STOF_HD constexpr int64_t FragmentIndex(int64_t block, int pair, int pairs, int 
 struct QuerySkew {
   STOF_HD explicit constexpr QuerySkew(int lane)
       : is_swapped(lane / 4 % 2 != 0),
-        takes_next{lane % 4 * 2 + (is_swapped ? 1 : 0) < 8 - lane / 4, lane % 4 * 2 + (is_swapped ? 0 : 1) < 8 - lane / 4},
+        takes_next{lane % 4 * 2 + (is_swapped ? 1 : 0) < 8 - lane / 4,
+                   lane % 4 * 2 + (is_swapped ? 0 : 1) < 8 - lane / 4},
         source{Source(lane, 0), Source(lane, 1)} {}
   // Swaps the two columns of a lane where rows are shifted by an odd number. Once for each row of a block.
   STOF_HD constexpr void Order(float* x, float* y) const {

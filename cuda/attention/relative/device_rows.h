@@ -22,9 +22,9 @@ class DeviceRowsEntry {
   ~DeviceRowsEntry();
   // queries, keys: of the whole problem.
   Status Upload(const RelativeRows& rows, int64_t queries, int64_t keys, int device);
-  const int32_t* row() const { return row_; }              // [count]
-  const int32_t* key_part() const { return key_part_; }    // [keys]; nullptr: the rows are of distances
-  const int32_t* query_part() const { return query_part_; }  // [queries]; nullptr likewise
+  const int32_t* row() const { return row_; }                 // [count]
+  const int32_t* key_part() const { return key_part_; }       // [keys]; nullptr: the rows are of distances
+  const int32_t* query_part() const { return query_part_; }   // [queries]; nullptr likewise
   int64_t query_position() const { return query_position_; }  // of entry 0 of query_part
   int device() const { return device_; }
 
@@ -35,8 +35,9 @@ class DeviceRowsEntry {
   int device_ = -1;
 };
 
-// The rows on the current device. The first call uploads them and waits for that. While the stream is captured an absent
-// entry stays nullptr, and the keeper holds one that is there. The entry lives as long as what `rows` points to, too.
+// The rows on the current device. The first call uploads them and waits for that. While the stream is captured an
+// absent entry stays nullptr, and the keeper holds one that is there. The entry lives as long as what `rows` points to,
+// too.
 Status GetDeviceRows(const RelativeRows& rows, int64_t queries, int64_t keys, const RunContext& context,
                      std::shared_ptr<const DeviceRowsEntry>* entry);
 

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/relative/expand.h"
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "cuda/attention/relative/band.h"
+#include "cuda/attention/relative/expand.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/common/round.cuh"

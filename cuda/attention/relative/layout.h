@@ -27,11 +27,11 @@ constexpr int64_t kMostPartRows = 4096;
 // One term in the workspace. Offsets in bytes.
 struct RelativeTermLayout {
   bool is_given = false;
-  bool is_band = false;   // the row is a function of the distance of key and query; else of parts of positions
-  int heads = 1;          // of the table
-  int pairs = 0;          // pairs of k-steps
-  int64_t expanded = 0;   // rows of the expanded table
-  int64_t first = 0;      // expanded row i is row first + i of RelativeRows::row
+  bool is_band = false;  // the row is a function of the distance of key and query; else of parts of positions
+  int heads = 1;         // of the table
+  int pairs = 0;         // pairs of k-steps
+  int64_t expanded = 0;  // rows of the expanded table
+  int64_t first = 0;     // expanded row i is row first + i of RelativeRows::row
   int64_t rows = 0, column = 0, products = 0;
   int64_t row_stride_h() const { return heads == 1 ? 0 : expanded * pairs * 32; }  // in elements
   int64_t column_stride_h() const { return heads == 1 ? 0 : expanded; }
@@ -42,8 +42,8 @@ struct RelativeLayout {
   int64_t bytes = 0;
 };
 
-// head_size: elements of a head in the kernel's tiles, a multiple of 32. An error where parts of positions name too many
-// rows.
+// head_size: elements of a head in the kernel's tiles, a multiple of 32. An error where parts of positions name too
+// many rows.
 Status PlanRelative(const AttentionArgs& args, int head_size, RelativeLayout* layout);
 
 }  // namespace cuda

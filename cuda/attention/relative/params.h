@@ -10,16 +10,16 @@ namespace cuda {
 
 // A term that is a function of the distance of key and query: the expanded table (band.h). rows nullptr: there is none.
 struct BandTerm {
-  const void* rows = nullptr;      // [heads, blocks, pairs of k-steps, 32, 8], of the type of query
-  const float* column = nullptr;   // [heads, expanded rows]: added to the products
-  int64_t row_stride_h = 0;        // in elements; 0: all heads share one table
+  const void* rows = nullptr;     // [heads, blocks, pairs of k-steps, 32, 8], of the type of query
+  const float* column = nullptr;  // [heads, expanded rows]: added to the products
+  int64_t row_stride_h = 0;       // in elements; 0: all heads share one table
   int64_t column_stride_h = 0;
 };
 
 // A term of parts of positions, as the rows of a grid are: the product of each query or key and every row that pairs
 // can name. That of a pair is products[..., key_part[j] - query_part[i] + offset]. products nullptr: there is none.
 struct PartTerm {
-  const float* products = nullptr;  // [B, H, S or T, columns]
+  const float* products = nullptr;      // [B, H, S or T, columns]
   const int32_t* key_part = nullptr;    // [T]
   const int32_t* query_part = nullptr;  // [S]
   int32_t offset = 0, columns = 0;

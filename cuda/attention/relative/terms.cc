@@ -73,8 +73,7 @@ Status PrepareRelative(const AttentionArgs& args, const RelativeLayout& layout, 
     term->part.query_part = entry->query_part() + (table.index.query_position - entry->query_position());
   }
   const RelativeBias& bias = args.scores.relative_bias;
-  params->factor = {bias.factor, bias.factor_stride_b, bias.factor_stride_h,
-                    bias.factor_dtype == DType::kF32 ? 1 : 0};
+  params->factor = {bias.factor, bias.factor_stride_b, bias.factor_stride_h, bias.factor_dtype == DType::kF32 ? 1 : 0};
   return Status();
 }
 

@@ -13,10 +13,9 @@ namespace {
 constexpr HeadSizeTable kTables[] = {{32, FindSm80D32},   {64, FindSm80D64},   {96, FindSm80D96},  {128, FindSm80D128},
                                      {160, FindSm80D160}, {192, FindSm80D192}, {256, FindSm80D256}};
 
-constexpr HeadSizeTable kRelativeTables[] = {{32, FindSm80RelativeD32},   {64, FindSm80RelativeD64},
-                                             {96, FindSm80RelativeD96},   {128, FindSm80RelativeD128},
-                                             {160, FindSm80RelativeD160}, {192, FindSm80RelativeD192},
-                                             {256, FindSm80RelativeD256}};
+constexpr HeadSizeTable kRelativeTables[] = {
+    {32, FindSm80RelativeD32},   {64, FindSm80RelativeD64},   {96, FindSm80RelativeD96},  {128, FindSm80RelativeD128},
+    {160, FindSm80RelativeD160}, {192, FindSm80RelativeD192}, {256, FindSm80RelativeD256}};
 
 KernelTable Find(const KernelProblem& problem) {
   return problem.has_relative_terms ? FindByHeadSize(kRelativeTables, problem) : FindByHeadSize(kTables, problem);
@@ -62,8 +61,7 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
     if (memory == nullptr && plan.workspace > 0) {
       return Status::Error("no device memory for " + std::to_string(plan.workspace) + " bytes of relative positions");
     }
-    STOF_RETURN_IF_ERROR(
-        PrepareRelative(job->args(), layout, job->relative_rows(), memory, job->stream(), &relative));
+    STOF_RETURN_IF_ERROR(PrepareRelative(job->args(), layout, job->relative_rows(), memory, job->stream(), &relative));
   }
   const auto& code = plan.kernel->code_as<Sm80Code>();
   const Sm80CtaSize& size = plan.rows == code.half.rows ? code.half : code.whole;

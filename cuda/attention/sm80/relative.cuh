@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Relative terms in the sm_80 kernel. A member function of Sm80Attention; kernel.cuh includes this file behind the class.
+// Relative terms in the sm_80 kernel. A member function of Sm80Attention; kernel.cuh includes this file behind the
+// class.
 #ifndef STOF_CUDA_ATTENTION_SM80_RELATIVE_CUH_
 #define STOF_CUDA_ATTENTION_SM80_RELATIVE_CUH_
 

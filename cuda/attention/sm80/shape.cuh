@@ -47,9 +47,8 @@ struct Sm80Shape {
 
 // CTAs an SM. Relative terms need registers for their products.
 template <int kHead, bool kScoreMod, int kRows, bool kRelative>
-constexpr int Sm80Ctas = kRelative && Sm80Shape<kHead, kScoreMod, kRows>::kCtas > 3
-                             ? 3
-                             : Sm80Shape<kHead, kScoreMod, kRows>::kCtas;
+constexpr int Sm80Ctas =
+    kRelative && Sm80Shape<kHead, kScoreMod, kRows>::kCtas > 3 ? 3 : Sm80Shape<kHead, kScoreMod, kRows>::kCtas;
 
 // The element offset of chunk c of a row, swizzled: the chunks of a column are in different banks.
 template <int kHead>

@@ -10,8 +10,8 @@ namespace stof {
 namespace cuda {
 
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::Scores(int tile, uint32_t keys,
-                                                                                  float (&s)[S::kBlocks][kColumns][4]) {
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::Scores(
+    int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll

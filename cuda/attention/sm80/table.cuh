@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tables of the sm_80 kernels: one kernel for each head size, type and score modification, with and without relative
-// terms.
+// The tables of the sm_80 kernels: one kernel for each head size, type and score modification, with and without
+// relative terms.
 #ifndef STOF_CUDA_ATTENTION_SM80_TABLE_CUH_
 #define STOF_CUDA_ATTENTION_SM80_TABLE_CUH_
 

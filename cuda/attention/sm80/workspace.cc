@@ -12,8 +12,8 @@ namespace cuda {
 
 int64_t BoundSm80Workspace(const AttentionArgs& args, const AttentionMask&) {
   if (args.shape.dtype == DType::kF32) return 0;
-  const auto* const head_size = std::lower_bound(std::begin(kSm80HeadSizes), std::end(kSm80HeadSizes) - 1,
-                                                 std::max(args.shape.D, args.shape.Dv));
+  const auto* const head_size =
+      std::lower_bound(std::begin(kSm80HeadSizes), std::end(kSm80HeadSizes) - 1, std::max(args.shape.D, args.shape.Dv));
   RelativeLayout layout;
   return PlanRelative(args, *head_size, &layout).ok() ? layout.bytes : 0;
 }

@@ -30,20 +30,6 @@ void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes) {
   return block;
 }
 
-namespace {
-
-// What a run is given, counted as runtimes do that plan memory ahead.
-struct Counted {
-  std::vector<void*>* blocks;
-  size_t bytes = 0;
-  static void* Take(void* self, size_t bytes) {
-    auto* own = static_cast<Counted*>(self);
-    own->bytes += (bytes + 63) / 64 * 64;
-    return Allocate(own->blocks, bytes);
-  }
-};
-
-// The vectors and tables that a case's mask may read, on the device.
 Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>* blocks) {
   Tables operands;
   const auto add = [&](const char* name, const auto& values, DType dtype, std::initializer_list<int64_t> dims) {
@@ -59,6 +45,19 @@ Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>*
   add("pad", data.pad, DType::kBool, {c.pad_shared ? 1 : c.B, c.T});
   return operands;
 }
+
+namespace {
+
+// What a run is given, counted as runtimes do that plan memory ahead.
+struct Counted {
+  std::vector<void*>* blocks;
+  size_t bytes = 0;
+  static void* Take(void* self, size_t bytes) {
+    auto* own = static_cast<Counted*>(self);
+    own->bytes += (bytes + 63) / 64 * 64;
+    return Allocate(own->blocks, bytes);
+  }
+};
 
 // kernels: those to force, by turns; "": the one that is chosen. repeats: of each, at least two, which give the same
 // bits; the first two are also compared with the definition.

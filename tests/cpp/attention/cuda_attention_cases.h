@@ -19,6 +19,9 @@ namespace stof::test::attention {
 void* Allocate(void* self, size_t bytes);
 void* OnDevice(std::vector<void*>* blocks, const void* from, size_t bytes);
 
+// The vectors and tables that a case's mask may read, on the device.
+Tables OperandsOnDevice(const Case& c, const MaskData& data, std::vector<void*>* blocks);
+
 // The scheduled kernels of a device of compute capability 9.0; empty: there are none in this build.
 cuda::KernelTable ScheduledKernels(int head_size);
 

@@ -110,6 +110,10 @@ void RelativeOperand::Store() {
   for (size_t i = 0; i < dense.values.size(); ++i)
     StoreFloat(dtype, dense.values[i], &bytes[i * static_cast<size_t>(item)]);
 }
+void RelativeOperand::Round(DType to) {
+  for (double& value : dense.values) value = Rounded(to, value);
+  Store();
+}
 Tensor RelativeOperand::table() const {
   return Describe(bytes.data(), dtype, {dense.heads, dense.rows, dense.columns});
 }
@@ -170,6 +174,49 @@ void PoisonRows(const Dense& problem, RelativeOperand* operand, Random* random) 
       std::fill_n(table.values.begin() + static_cast<std::ptrdiff_t>(row * columns), columns, random->Pick(kValues));
   }
   operand->Store();
+}
+
+FactoredBias DrawFactored(const RelativeCase& c, Random* random, std::vector<double>* dense) {
+  FactoredBias bias;
+  const Case& base = c.base;
+  if (base.relative == 0) return bias;
+  const auto draw = [&](int64_t count) {
+    const std::vector<double> values = DrawValues(random, DType::kF32, count, 2);
+    return std::vector<float>(values.begin(), values.end());
+  };
+  bias.table = draw((base.relative_shared ? 1 : base.H) * base.relative);
+  const int64_t heads = (c.factor & 1) != 0 ? 1 : base.H, batches = (c.factor & 2) != 0 ? 1 : base.B;
+  if (c.factor != 0) bias.factor = draw(batches * heads * base.S);
+  bias.stride_h = heads == 1 ? 0 : base.S, bias.stride_b = batches == 1 ? 0 : heads * base.S;
+  dense->resize(static_cast<size_t>(base.B * base.H * base.S * base.T), 0.0);
+  const int64_t radius = base.relative / 2, past = base.offset ? base.T - base.S : 0;
+  for (int64_t at = 0; at < static_cast<int64_t>(dense->size()); ++at) {
+    const int64_t k = at % base.T, i = at / base.T % base.S, h = at / base.T / base.S % base.H,
+                  b = at / base.T / base.S / base.H;
+    const int64_t entry = std::min(radius, std::max(-radius, k - past - i)) + radius;
+    double value = bias.table[static_cast<size_t>((base.relative_shared ? 0 : h) * base.relative + entry)];
+    if (c.factor != 0) value *= bias.factor[static_cast<size_t>(b * bias.stride_b + h * bias.stride_h + i)];
+    (*dense)[static_cast<size_t>(at)] += value;
+  }
+  return bias;
+}
+
+BoundTables::BoundTables(const RelativeCase& c, Random* random, Dense* dense, AttentionArgs* args) {
+  const Case& base = c.base;
+  const RowSizes sizes = {base.S, base.T, base.offset ? base.T - base.S : 0};
+  const TableCase* const cases[] = {&c.key[0], &c.key[1], &c.query, &c.value};
+  DenseTable* const wanted[] = {&dense->relative_key[0], &dense->relative_key[1], &dense->relative_query,
+                                &dense->relative_value};
+  RelativeTable* const bound[] = {&args->scores.relative_key[0], &args->scores.relative_key[1],
+                                  &args->scores.relative_query, &args->relative_value};
+  for (int i = 0; i < 4; ++i) {
+    if (!cases[i]->is_given) continue;
+    operands[i] = DrawOperand(*cases[i], sizes, base.H, i == 3 ? base.Dv : base.D, base.dtype, i, random);
+    if (base.cuda) operands[i].Round(base.dtype);
+    if (c.poisons) PoisonRows(*dense, &operands[i], random);
+    rows.push_back(operands[i].Bind(kRelativeRoles[i], sizes, bound[i]));
+    *wanted[i] = operands[i].dense;
+  }
 }
 
 std::vector<RelativeCase> DrawnRelativeCases(int count) {

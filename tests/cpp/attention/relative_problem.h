@@ -53,7 +53,8 @@ struct RelativeOperand {
   std::vector<char> bytes;  // end with the last element, so that a sanitizer sees reads beyond it
   DenseTable dense;
 
-  void Store();  // writes dense.values to bytes
+  void Store();             // writes dense.values to bytes
+  void Round(DType dtype);  // rounds the values to this type, as the CUDA kernels do, and stores them
   Tensor table() const;
   Tables operands() const;  // of the expression
   std::shared_ptr<const RelativeRowArrays> Bind(const char* role, const RowSizes& sizes, RelativeTable* bound) const;
@@ -64,6 +65,21 @@ RelativeOperand DrawOperand(const TableCase& c, const RowSizes& sizes, int64_t h
 
 // NaN or infinities in rows that no allowed pair names.
 void PoisonRows(const Dense& problem, RelativeOperand* operand, Random* random);
+
+// The factors of a relative bias, and their product with it, which is also added to the dense bias.
+struct FactoredBias {
+  std::vector<float> table, factor;
+  int64_t stride_b = 0, stride_h = 0;
+};
+FactoredBias DrawFactored(const RelativeCase& c, Random* random, std::vector<double>* dense);
+
+// The tables of a case, bound to the arguments of the kernel.
+struct BoundTables {
+  RelativeOperand operands[4];
+  std::vector<std::shared_ptr<const RelativeRowArrays>> rows;
+
+  BoundTables(const RelativeCase& c, Random* random, Dense* dense, AttentionArgs* args);
+};
 
 std::vector<RelativeCase> DrawnRelativeCases(int count);
 std::vector<RelativeCase> ListedRelativeCases();

@@ -86,7 +86,7 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
       }
     }
     if (of_keys) {
-      const auto read_keys = [&](int k, int j, uint32_t(&b)[4]) {
+      const auto read_keys = [&](int k, int j, uint32_t (&b)[4]) {
         for (int n = 0; n < 2; ++n) {
           for (int half = 0; half < 2; ++half) {
             b[2 * n + half] = pair(problem.key, key + 8 * (j + n) + g, 16 * k + 8 * half + 2 * t);
@@ -94,12 +94,12 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
         }
       };
       scores.AddKeyBand(
-          [&](int j, float(&z)[kBlocks + 1][2][4]) {
+          [&](int j, float (&z)[kBlocks + 1][2][4]) {
             cuda::MultiplyKeys<EmulatedBf16, kHead, kBlocks>(rows, column, j, lane, read_keys, z);
           },
           s);
     } else {
-      const auto read_queries = [&](int k, uint32_t(&q)[kBlocks][4]) {
+      const auto read_queries = [&](int k, uint32_t (&q)[kBlocks][4]) {
         for (int i = 0; i < kBlocks; ++i) {
           for (int word = 0; word < 4; ++word) {
             q[i][word] = pair(problem.query, row + 16 * i + g + word % 2 * 8, 16 * k + word / 2 * 8 + 2 * t);
@@ -107,7 +107,7 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
         }
       };
       scores.AddQueryBand(
-          [&](int u, float(&x)[kBlocks][2][4]) {
+          [&](int u, float (&x)[kBlocks][2][4]) {
             cuda::MultiplyQueries<EmulatedBf16, kHead, kBlocks>(rows, column, u, lane, read_queries, x);
           },
           s);

@@ -15,60 +15,6 @@
 namespace stof::test::attention {
 namespace {
 
-// The factors of a relative bias, and their product with it, which is also added to the dense bias.
-struct FactoredBias {
-  std::vector<float> table, factor;
-  int64_t stride_b = 0, stride_h = 0;
-};
-
-FactoredBias DrawFactored(const RelativeCase& c, Random* random, std::vector<double>* dense) {
-  FactoredBias bias;
-  const Case& base = c.base;
-  if (base.relative == 0) return bias;
-  const auto draw = [&](int64_t count) {
-    const std::vector<double> values = DrawValues(random, DType::kF32, count, 2);
-    return std::vector<float>(values.begin(), values.end());
-  };
-  bias.table = draw((base.relative_shared ? 1 : base.H) * base.relative);
-  const int64_t heads = (c.factor & 1) != 0 ? 1 : base.H, batches = (c.factor & 2) != 0 ? 1 : base.B;
-  if (c.factor != 0) bias.factor = draw(batches * heads * base.S);
-  bias.stride_h = heads == 1 ? 0 : base.S, bias.stride_b = batches == 1 ? 0 : heads * base.S;
-  dense->resize(static_cast<size_t>(base.B * base.H * base.S * base.T), 0.0);
-  const int64_t radius = base.relative / 2, past = base.offset ? base.T - base.S : 0;
-  for (int64_t at = 0; at < static_cast<int64_t>(dense->size()); ++at) {
-    const int64_t k = at % base.T, i = at / base.T % base.S, h = at / base.T / base.S % base.H,
-                  b = at / base.T / base.S / base.H;
-    const int64_t entry = std::min(radius, std::max(-radius, k - past - i)) + radius;
-    double value = bias.table[static_cast<size_t>((base.relative_shared ? 0 : h) * base.relative + entry)];
-    if (c.factor != 0) value *= bias.factor[static_cast<size_t>(b * bias.stride_b + h * bias.stride_h + i)];
-    (*dense)[static_cast<size_t>(at)] += value;
-  }
-  return bias;
-}
-
-// The tables of a case, bound to the arguments of the kernel.
-struct BoundTables {
-  RelativeOperand operands[4];
-  std::vector<std::shared_ptr<const RelativeRowArrays>> rows;
-
-  BoundTables(const RelativeCase& c, Random* random, Dense* dense, AttentionArgs* args) {
-    const Case& base = c.base;
-    const RowSizes sizes = {base.S, base.T, base.offset ? base.T - base.S : 0};
-    const TableCase* const cases[] = {&c.key[0], &c.key[1], &c.query, &c.value};
-    DenseTable* const wanted[] = {&dense->relative_key[0], &dense->relative_key[1], &dense->relative_query,
-                                  &dense->relative_value};
-    RelativeTable* const bound[] = {&args->scores.relative_key[0], &args->scores.relative_key[1],
-                                    &args->scores.relative_query, &args->relative_value};
-    for (int i = 0; i < 4; ++i) {
-      if (!cases[i]->is_given) continue;
-      operands[i] = DrawOperand(*cases[i], sizes, base.H, i == 3 ? base.Dv : base.D, base.dtype, i, random);
-      if (c.poisons) PoisonRows(*dense, &operands[i], random);
-      rows.push_back(operands[i].Bind(kRelativeRoles[i], sizes, bound[i]));
-      *wanted[i] = operands[i].dense;
-    }
-  }
-};
-
 void RunCase(const RelativeCase& drawn, CpuIsa isa, uint64_t seed, const Parallel& team) {
   const Case& c = drawn.base;
   const std::string where = Text("seed ", seed, " ", Describe(drawn));
