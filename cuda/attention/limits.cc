@@ -89,29 +89,10 @@ Status PlanMask(const AttentionArgs& args, const AttentionMask& mask, const Expr
   return Status();
 }
 
-// Terms that only kernels for fp16 and bf16 have.
-Status CheckRelativeTerms(const AttentionArgs& args) {
-  if (args.shape.dtype != DType::kF32) return Status();
-  const ScoreArgs& scores = args.scores;
-  const struct {
-    const char* role;
-    bool is_given;
-  } terms[] = {{"relative_key", scores.relative_key[0].given()},
-               {"relative_key1", scores.relative_key[1].given()},
-               {"relative_query", scores.relative_query.given()},
-               {"relative_bias_factor", scores.relative_bias.factor != nullptr}};
-  for (const auto& [role, is_given] : terms) {
-    if (is_given)
-      return Status::Error(std::string("attention on CUDA takes ") + role + " in fp16 and bf16, not in fp32");
-  }
-  return Status();
-}
-
 }  // namespace
 
 Status CheckCudaAttention(const AttentionArgs& args) {
   if (args.relative_value.given()) return Status::Error("attention on CUDA takes no relative_value");
-  STOF_RETURN_IF_ERROR(CheckRelativeTerms(args));
   if (KvType(args.shape) != args.shape.dtype) {
     const bool has_mean = AttendsAllKeys(args.mask.empty_rows);
     if (!IsQuantized(args.shape.kv_dtype) || has_mean) {

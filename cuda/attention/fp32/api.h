@@ -4,6 +4,7 @@
 #define STOF_CUDA_ATTENTION_FP32_API_H_
 
 #include "cuda/attention/kernel_table.h"
+#include "cuda/attention/relative/params.h"
 
 namespace stof {
 namespace cuda {
@@ -24,6 +25,9 @@ struct Fp32CtaSize : CtaSize {
   using Launch = int (*)(const Fp32Params& params, int stages, int l2_heads, void* stream);
   Launch launch = nullptr;
   Launch launch_score_mod = nullptr;  // with softcap or a bias; nullptr: this size has none
+  // Of kernels with relative terms, which have no other launcher.
+  int (*launch_relative)(const Fp32Params& params, const RelativeParams& relative, int stages, int l2_heads,
+                         void* stream) = nullptr;
 };
 struct Fp32Code : KernelCode {
   int planes = 0;  // 2: high and low parts; 1: high parts alone
@@ -44,6 +48,13 @@ KernelTable FindFp32D96(const KernelProblem& problem);
 KernelTable FindFp32D128(const KernelProblem& problem);
 KernelTable FindFp32D192(const KernelProblem& problem);
 KernelTable FindFp32D256(const KernelProblem& problem);
+// With relative terms.
+KernelTable FindFp32RelativeD32(const KernelProblem& problem);
+KernelTable FindFp32RelativeD64(const KernelProblem& problem);
+KernelTable FindFp32RelativeD96(const KernelProblem& problem);
+KernelTable FindFp32RelativeD128(const KernelProblem& problem);
+KernelTable FindFp32RelativeD192(const KernelProblem& problem);
+KernelTable FindFp32RelativeD256(const KernelProblem& problem);
 
 }  // namespace cuda
 }  // namespace stof

@@ -23,7 +23,21 @@ constexpr HeadSizeTable kTables[] = {{kFp32HeadSizes[0], FindFp32D32},  {kFp32He
                                      {kFp32HeadSizes[2], FindFp32D96},  {kFp32HeadSizes[3], FindFp32D128},
                                      {kFp32HeadSizes[4], FindFp32D192}, {kFp32HeadSizes[5], FindFp32D256}};
 
-KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
+constexpr HeadSizeTable kRelativeTables[] = {
+    {kFp32HeadSizes[0], FindFp32RelativeD32},  {kFp32HeadSizes[1], FindFp32RelativeD64},
+    {kFp32HeadSizes[2], FindFp32RelativeD96},  {kFp32HeadSizes[3], FindFp32RelativeD128},
+    {kFp32HeadSizes[4], FindFp32RelativeD192}, {kFp32HeadSizes[5], FindFp32RelativeD256}};
+
+KernelTable Find(const KernelProblem& problem) {
+  return problem.has_relative_terms ? FindByHeadSize(kRelativeTables, problem) : FindByHeadSize(kTables, problem);
+}
+
+// The workspace of relative terms is behind that of keys and values.
+Status PlanRelativeOf(const AttentionJob& job, const KernelEntry& kernel, RelativeLayout* layout) {
+  *layout = RelativeLayout();
+  if (!job.problem().has_relative_terms) return Status();
+  return PlanRelative(job.args(), kernel.head_size, layout);
+}
 
 // Whether CTAs of 128 rows are faster: there are enough of them for the device, and tile rows have many KV tiles
 // (docs/lab/cuda-experiments.md, "fp32").
@@ -63,7 +77,11 @@ Status Plan(AttentionJob* job, AttentionPlan* plan) {
     return Status::Error("the device has too little shared memory for head size " +
                          std::to_string(plan->kernel->head_size));
   }
-  plan->workspace = static_cast<size_t>(WorkspaceOf(job->params(), *plan->kernel).bytes);
+  STOF_RETURN_IF_ERROR(job->GetRelativeRows());
+  RelativeLayout relative;
+  STOF_RETURN_IF_ERROR(PlanRelativeOf(*job, *plan->kernel, &relative));
+  const int64_t split = RoundUp(WorkspaceOf(job->params(), *plan->kernel).bytes, kRelativeAlign);
+  plan->workspace = static_cast<size_t>(split + relative.bytes);
   return Status();
 }
 
@@ -88,17 +106,29 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   const auto* const size = std::find_if(std::begin(code.sizes), std::end(code.sizes),
                                         [&plan](const CtaSize& one) { return one.rows == plan.rows; });
   const bool has_score_mod = job->problem().score_mod() != ScoreMod::kNone;
-  const Fp32CtaSize::Launch launch = has_score_mod ? size->launch_score_mod : size->launch;
   const int l2_heads = CountL2Heads(params.attention, *plan.kernel, job->device());
+  if (job->problem().has_relative_terms) {
+    RelativeLayout layout;
+    STOF_RETURN_IF_ERROR(PlanRelativeOf(*job, *plan.kernel, &layout));
+    RelativeParams relative;
+    STOF_RETURN_IF_ERROR(PrepareRelative(job->args(), layout, job->relative_rows(),
+                                         memory + RoundUp(workspace.bytes, kRelativeAlign), job->stream(), &relative));
+    return CheckLaunch(size->launch_relative(params, relative, plan.stages, l2_heads, job->stream()));
+  }
+  const Fp32CtaSize::Launch launch = has_score_mod ? size->launch_score_mod : size->launch;
   return CheckLaunch(launch(params, plan.stages, l2_heads, job->stream()));
 }
 
-Status Prepare(AttentionJob* job, const KernelEntry&) { return job->PrepareTiled(); }
+Status Prepare(AttentionJob* job, const KernelEntry&) {
+  STOF_RETURN_IF_ERROR(job->GetRelativeRows());
+  return job->PrepareTiled();
+}
 
 constexpr KernelFamily MakeFamily() {
   KernelFamily family;
   family.role = KernelRole::kTiled;
   family.takes_fp32 = true;
+  family.takes_relative_terms = true;
   family.find = Find, family.plan = Plan, family.run = Run, family.prepare = Prepare;
   family.workspace_bound = BoundFp32Workspace;
   return family;
@@ -110,7 +140,9 @@ bool ChooseFp32Size(const AttentionParams& params, bool has_score_mod, const Dev
                     AttentionPlan* plan) {
   const auto& code = plan->kernel->code_as<Fp32Code>();
   const auto take = [&](const Fp32CtaSize& size) {
-    if (size.rows == 0 || (has_score_mod ? size.launch_score_mod : size.launch) == nullptr) return false;
+    const bool is_compiled =
+        size.launch_relative != nullptr || (has_score_mod ? size.launch_score_mod : size.launch) != nullptr;
+    if (size.rows == 0 || !is_compiled) return false;
     const int stages = CountStages(size, device);
     if (stages >= 0) plan->rows = size.rows, plan->stages = stages;
     return stages >= 0;

@@ -11,10 +11,14 @@
 //
 // With allow_tf32 one matmul of the high parts takes the place of three: 11 bits of mantissa, as TF32 has, at twice its
 // rate.
+//
+// With kRelative, scores have relative terms (cuda/attention/relative/).
 #ifndef STOF_CUDA_ATTENTION_FP32_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_FP32_KERNEL_CUH_
 
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "cuda/attention/far_scores.cuh"
 #include "cuda/attention/fp32/api.h"
@@ -28,7 +32,7 @@ namespace stof {
 namespace cuda {
 
 // The work of one CTA.
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
 class Fp32Attention {
   using S = Fp32Shape<kHead, kPlanes, kTile>;
   static constexpr int kColumns = S::kN / 8;              // blocks of 8 keys
@@ -37,8 +41,10 @@ class Fp32Attention {
   static constexpr int kGroup = S::kBlocks == 1 ? 4 : 2;  // blocks of columns that are computed at once
 
  public:
-  __device__ Fp32Attention(const Fp32Params& params, int stages, int l2_heads, char* shared)
-      : params_(params), p_(params.attention), stages_(stages), shared_(shared) {
+  // relative: nullptr without kRelative.
+  __device__ Fp32Attention(const Fp32Params& params, const RelativeParams* relative, int stages, int l2_heads,
+                           char* shared)
+      : params_(params), p_(params.attention), relative_(relative), stages_(stages), shared_(shared) {
     // L2 head groups one after the other; in each, the longest tile rows of all heads first.
     const int tile_rows = (p_.S + kTileRows - 1) / kTileRows;
     const int sub_tile = blockIdx.x % S::kCtasPerTile, item = blockIdx.x / S::kCtasPerTile;
@@ -208,7 +214,7 @@ class Fp32Attention {
       const int other = stages_ == 2 ? stage ^ 1 : 0;
       if (stages_ == 2) FetchKeys(next.tile, other);
       float s[S::kBlocks][kColumns][4];
-      Scores(Keys(stage), s);
+      Scores(entry.tile, Keys(stage), s);
       Bits bits;
       FetchBits(entry, &bits);
       if (stages_ < 2) {
@@ -246,7 +252,9 @@ class Fp32Attention {
 
   // ---- a tile: cuda/attention/fp32/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
-  __device__ __forceinline__ void Scores(const char* stage, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void Scores(int tile, const char* stage, float (&s)[S::kBlocks][kColumns][4]);
+  // cuda/attention/fp32/relative.cuh
+  __device__ __forceinline__ void AddRelativeTerms(int tile, const char* stage, float (&s)[S::kBlocks][kColumns][4]);
   static __device__ __forceinline__ void MmaGroup(float (&s)[S::kBlocks][kColumns][4], int j,
                                                   const uint32_t (&a)[S::kBlocks][4],
                                                   const uint32_t (&b)[kGroup / 2][4], bool first);
@@ -303,6 +311,7 @@ class Fp32Attention {
 
   const Fp32Params& params_;
   const AttentionParams& p_;
+  const RelativeParams* const relative_;
   const int stages_;
   char* const shared_;
   int b_, h_, row0_, tile_row0_, warp_, lane_, tiles_;
@@ -317,15 +326,30 @@ class Fp32Attention {
 
 }  // namespace cuda
 }  // namespace stof
+#include "cuda/attention/fp32/relative.cuh"
 #include "cuda/attention/fp32/step.cuh"
 namespace stof {
 namespace cuda {
 
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
-__global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads, Fp32Shape<kHead, kPlanes, kTile>::kCtas)
-    Fp32AttentionKernel(const __grid_constant__ Fp32Params params, int stages, int l2_heads) {
+struct Fp32RelativeParams : Fp32Params {
+  RelativeParams relative;
+};
+template <bool kRelative>
+using Fp32ParamsOf = std::conditional_t<kRelative, Fp32RelativeParams, Fp32Params>;
+
+// CTAs an SM. Relative terms need registers for their products.
+template <int kHead, int kPlanes, int kTile, bool kRelative>
+constexpr int Fp32Ctas =
+    kRelative && Fp32Shape<kHead, kPlanes, kTile>::kCtas > 2 ? 2 : Fp32Shape<kHead, kPlanes, kTile>::kCtas;
+
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
+__global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads,
+                                  (Fp32Ctas<kHead, kPlanes, kTile, kRelative>))
+    Fp32AttentionKernel(const __grid_constant__ Fp32ParamsOf<kRelative> params, int stages, int l2_heads) {
   extern __shared__ __align__(128) char fp32_shared[];
-  Fp32Attention<kHead, kPlanes, kTile, kScoreMod>(params, stages, l2_heads, fp32_shared).Run();
+  const RelativeParams* relative = nullptr;
+  if constexpr (kRelative) relative = &params.relative;
+  Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>(params, relative, stages, l2_heads, fp32_shared).Run();
 }
 
 }  // namespace cuda

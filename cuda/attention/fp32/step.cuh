@@ -19,9 +19,9 @@ __device__ __forceinline__ void MmaOrSet(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::Scores(
-    const char* stage, float (&s)[S::kBlocks][kColumns][4]) {
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>::Scores(
+    int tile, const char* stage, float (&s)[S::kBlocks][kColumns][4]) {
   const int row = warp_ * S::kBlocks * 16 + lane_ % 16;
   const uint32_t query = SharedAddress(Queries() + SwizzledOffset<kHead>(row, lane_ / 16));
   const uint32_t key = SharedAddress(stage) + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
@@ -65,10 +65,11 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>:
       }
     }
   }
+  if constexpr (kRelative) AddRelativeTerms(tile, stage, s);
 }
 
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::MmaGroup(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>::MmaGroup(
     float (&s)[S::kBlocks][kColumns][4], int j, const uint32_t (&a)[S::kBlocks][4], const uint32_t (&b)[kGroup / 2][4],
     bool first) {
 #pragma unroll
@@ -81,11 +82,12 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>:
   }
 }
 
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::ApplyMaskAndBias(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>::ApplyMaskAndBias(
     const KvTile& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod) {
-    ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
+    ScoreBiases<float, S::kBlocks, kColumns, kRelative>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
+                                                        kRelative ? &relative_->factor : nullptr)
         .Add(1.0f, s);
   }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
@@ -102,8 +104,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>:
   bits.Forbid(entry.bits, entry.pad, lane_, s);
 }
 
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::Softmax(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>::Softmax(
     float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
@@ -135,8 +137,8 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>:
   }
 }
 
-template <int kHead, int kPlanes, int kTile, bool kScoreMod>
-__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod>::AddValues(
+template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
+__device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>::AddValues(
     const __half* values, float factor, const float (&s)[S::kBlocks][kColumns][4]) {
   constexpr int kParts = S::kN / 16;
   uint32_t high[kParts][S::kBlocks][4], low[kParts][S::kBlocks][4];

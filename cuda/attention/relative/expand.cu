@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kThreads) PartProductKernel(const __grid_const
       if (of >= p.N || column >= p.D) return 0;
       return *reinterpret_cast<const uint32_t*>(x + of * p.stride.s + column);
     };
-    const uint4* const rows = reinterpret_cast<const uint4*>(static_cast<const T*>(p.rows) + h * p.row_stride_h) + lane;
+    const uint4* const rows =
+        reinterpret_cast<const uint4*>(static_cast<const char*>(p.rows) + h * p.row_stride_h) + lane;
     const float* const further = p.column + h * p.column_stride_h + 2 * (lane % 4);
     float* const to = p.products + bh * p.N * p.columns + 2 * (lane % 4);
     for (int first = 0; first < p.columns; first += 32) {

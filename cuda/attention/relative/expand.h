@@ -25,8 +25,11 @@ struct ExpandParams {
   int64_t expanded = 0;     // rows of the result, a multiple of 8
   void* to = nullptr;       // [heads, expanded / 8, pairs, 32, 8]
   float* column = nullptr;  // [heads, expanded]: the further column, or 0
+  float* factor = nullptr;  // the same, fp32
 };
 int LaunchExpand(const ExpandParams& params, DType dtype, void* stream);
+// fp32: rows become pairs of fp16 values, [heads, expanded / 8, pairs, high and low, 32, 8], times a factor.
+int LaunchExpandFp32(const ExpandParams& params, void* stream);
 
 // The products of all queries or keys and all expanded rows.
 struct PartProductParams {
@@ -36,11 +39,15 @@ struct PartProductParams {
   int32_t N = 0, D = 0;
   const void* rows = nullptr;  // [H or 1, columns / 8, pairs, 32, 8]
   const float* column = nullptr;
-  int64_t row_stride_h = 0, column_stride_h = 0;
+  int64_t row_stride_h = 0;        // in bytes
+  int64_t column_stride_h = 0;     // in elements
   int32_t pairs = 0, columns = 0;  // a multiple of 32
   float* products = nullptr;       // [B, H, N, columns]
 };
 int LaunchPartProducts(const PartProductParams& params, DType dtype, void* stream);
+// fp32: by the rows of a table as they are. Of p, rows and column are not read; table: `to` and what is behind is not
+// read.
+int LaunchPartProductsFp32(const PartProductParams& params, const ExpandParams& table, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

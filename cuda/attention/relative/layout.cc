@@ -8,18 +8,12 @@
 
 namespace stof {
 namespace cuda {
-namespace {
-
-constexpr int64_t kAlign = 64;  // bytes
-
-}  // namespace
-
 Status PlanRelative(const AttentionArgs& args, int head_size, RelativeLayout* layout) {
   *layout = RelativeLayout();
   const AttentionShape& shape = args.shape;
   const auto take = [layout](int64_t bytes) {
     const int64_t at = layout->bytes;
-    layout->bytes += RoundUp(bytes, kAlign);
+    layout->bytes += RoundUp(bytes, kRelativeAlign);
     return at;
   };
   for (int i = 0; i < kRelativeTerms; ++i) {
@@ -43,8 +37,15 @@ Status PlanRelative(const AttentionArgs& args, int head_size, RelativeLayout* la
       }
       term.expanded = RoundUp(index.count, int64_t{32});
     }
-    term.rows = take(term.heads * term.expanded * term.pairs * 32 * SizeOf(shape.dtype));
-    term.column = take(term.heads * term.expanded * 4);
+    // In fp32, rows are split into high and low parts with a factor, and multiplied by parts of positions as they are.
+    const bool is_fp32 = shape.dtype == DType::kF32;
+    const int64_t row_bytes = term.expanded * term.pairs * 32 * SizeOf(shape.dtype);
+    if (term.heads > 1) term.row_stride_h = row_bytes, term.column_stride_h = term.expanded;
+    if (term.is_band || !is_fp32) {
+      term.rows = take(term.heads * row_bytes);
+      term.column = take(term.heads * term.expanded * 4);
+    }
+    if (term.is_band && is_fp32) term.factor = take(term.heads * term.expanded * 4);
     if (!term.is_band) term.products = take(shape.B * shape.H * (i == 2 ? shape.T : shape.S) * term.expanded * 4);
   }
   return Status();

@@ -12,7 +12,8 @@
 namespace stof {
 namespace cuda {
 
-constexpr int kRelativeTerms = 3;  // relative_key, relative_key1, relative_query
+constexpr int64_t kRelativeAlign = 64;  // bytes: of tables and products, and of the workspace
+constexpr int kRelativeTerms = 3;       // relative_key, relative_key1, relative_query
 constexpr const char* kRelativeTermNames[kRelativeTerms] = {"relative_key", "relative_key1", "relative_query"};
 inline const RelativeTable& RelativeTermOf(const ScoreArgs& scores, int term) {
   return term == 2 ? scores.relative_query : scores.relative_key[term];
@@ -32,9 +33,9 @@ struct RelativeTermLayout {
   int pairs = 0;         // pairs of k-steps
   int64_t expanded = 0;  // rows of the expanded table
   int64_t first = 0;     // expanded row i is row first + i of RelativeRows::row
-  int64_t rows = 0, column = 0, products = 0;
-  int64_t row_stride_h() const { return heads == 1 ? 0 : expanded * pairs * 32; }  // in elements
-  int64_t column_stride_h() const { return heads == 1 ? 0 : expanded; }
+  int64_t rows = 0, column = 0, factor = 0, products = 0;
+  int64_t row_stride_h = 0;     // in bytes; 0: all heads share one table
+  int64_t column_stride_h = 0;  // of column and factor, in elements
 };
 
 struct RelativeLayout {

@@ -12,8 +12,9 @@ namespace cuda {
 struct BandTerm {
   const void* rows = nullptr;     // [heads, blocks, pairs of k-steps, 32, 8], of the type of query
   const float* column = nullptr;  // [heads, expanded rows]: added to the products
-  int64_t row_stride_h = 0;       // in elements; 0: all heads share one table
-  int64_t column_stride_h = 0;
+  const float* factor = nullptr;  // the same, fp32: row = (high + low) * factor
+  int64_t row_stride_h = 0;       // in bytes; 0: all heads share one table
+  int64_t column_stride_h = 0;    // of column and factor, in elements
 };
 
 // A term of parts of positions, as the rows of a grid are: the product of each query or key and every row that pairs

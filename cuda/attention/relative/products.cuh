@@ -140,14 +140,17 @@ class RelativeScores {
   const int b_, h_, row_, key_, lane_;
 };
 
-// The lane's fragments of the first block of a window (band.h).
-template <typename T, int kPairs>
+// The lane's fragments of the first block of a window (band.h). kPairs: fragments of a row, a lane.
+template <int kPairs>
 __device__ __forceinline__ const uint32_t* WindowRows(const BandTerm& term, int h, int first, int lane) {
-  return reinterpret_cast<const uint32_t*>(static_cast<const T*>(term.rows) + h * term.row_stride_h) +
+  return reinterpret_cast<const uint32_t*>(static_cast<const char*>(term.rows) + h * term.row_stride_h) +
          4 * FragmentIndex(first / 8, 0, kPairs, lane);
 }
 __device__ __forceinline__ const float* WindowColumn(const BandTerm& term, int h, int first) {
   return term.column + h * term.column_stride_h + first;
+}
+__device__ __forceinline__ const float* WindowFactor(const BandTerm& term, int h, int first) {
+  return term.factor + h * term.column_stride_h + first;
 }
 
 }  // namespace cuda

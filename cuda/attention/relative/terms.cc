@@ -10,8 +10,8 @@ namespace {
 
 int32_t Narrow(int64_t size) { return static_cast<int32_t>(size); }
 
-Status Expand(const AttentionArgs& args, const RelativeTable& table, const RelativeTermLayout& layout,
-              const int32_t* row, char* workspace, void* stream) {
+ExpandParams ExpandParamsOf(const AttentionArgs& args, const RelativeTable& table, const RelativeTermLayout& layout,
+                            const int32_t* row, char* workspace) {
   ExpandParams p;
   p.table = table.data;
   p.is_float = table.dtype == DType::kF32 ? 1 : 0;
@@ -24,13 +24,18 @@ Status Expand(const AttentionArgs& args, const RelativeTable& table, const Relat
   p.pairs = layout.pairs, p.expanded = layout.expanded;
   p.to = workspace + layout.rows;
   p.column = reinterpret_cast<float*>(workspace + layout.column);
-  return ToStatus(static_cast<cudaError_t>(LaunchExpand(p, args.shape.dtype, stream)),
-                  "launch of the kernel that expands a table of relative positions");
+  p.factor = reinterpret_cast<float*>(workspace + layout.factor);
+  return p;
 }
 
-// Of queries, or with of_keys of keys.
-Status MultiplyParts(const AttentionArgs& args, const RelativeTermLayout& layout, bool of_keys, char* workspace,
-                     void* stream) {
+Status Expand(const ExpandParams& params, DType dtype, void* stream) {
+  const int error = dtype == DType::kF32 ? LaunchExpandFp32(params, stream) : LaunchExpand(params, dtype, stream);
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that expands a table of relative positions");
+}
+
+// Of queries, or with of_keys of keys. In fp32 by the table, else by its expanded rows.
+Status MultiplyParts(const AttentionArgs& args, const ExpandParams& table, const RelativeTermLayout& layout,
+                     bool of_keys, char* workspace, void* stream) {
   const AttentionShape& shape = args.shape;
   const TensorView& x = of_keys ? args.key : args.query;
   PartProductParams p;
@@ -38,11 +43,13 @@ Status MultiplyParts(const AttentionArgs& args, const RelativeTermLayout& layout
   p.B = Narrow(shape.B), p.H = Narrow(shape.H);
   p.group = of_keys ? Narrow(shape.H / shape.G) : 1;
   p.N = Narrow(of_keys ? shape.T : shape.S), p.D = Narrow(shape.D);
-  p.rows = workspace + layout.rows, p.row_stride_h = layout.row_stride_h();
-  p.column = reinterpret_cast<const float*>(workspace + layout.column), p.column_stride_h = layout.column_stride_h();
+  p.rows = table.to, p.row_stride_h = layout.row_stride_h;
+  p.column = table.column, p.column_stride_h = layout.column_stride_h;
   p.pairs = layout.pairs, p.columns = Narrow(layout.expanded);
   p.products = reinterpret_cast<float*>(workspace + layout.products);
-  return ToStatus(static_cast<cudaError_t>(LaunchPartProducts(p, shape.dtype, stream)),
+  const int error = shape.dtype == DType::kF32 ? LaunchPartProductsFp32(p, table, stream)
+                                               : LaunchPartProducts(p, shape.dtype, stream);
+  return ToStatus(static_cast<cudaError_t>(error),
                   "launch of the kernel that multiplies by rows of relative positions");
 }
 
@@ -57,14 +64,15 @@ Status PrepareRelative(const AttentionArgs& args, const RelativeLayout& layout, 
     if (!own.is_given) continue;
     const RelativeTable& table = RelativeTermOf(args.scores, i);
     const DeviceRowsEntry* const entry = rows.terms[i].get();
-    STOF_RETURN_IF_ERROR(Expand(args, table, own, entry == nullptr ? nullptr : entry->row(), base, stream));
+    const ExpandParams expand = ExpandParamsOf(args, table, own, entry == nullptr ? nullptr : entry->row(), base);
+    const DType dtype = args.shape.dtype;
+    if (own.is_band || dtype != DType::kF32) STOF_RETURN_IF_ERROR(Expand(expand, dtype, stream));
     RelativeTerm* const term = i == 2 ? &params->query : &params->key[i];
     if (own.is_band) {
-      term->band = {base + own.rows, reinterpret_cast<const float*>(base + own.column), own.row_stride_h(),
-                    own.column_stride_h()};
+      term->band = {expand.to, expand.column, expand.factor, own.row_stride_h, own.column_stride_h};
       continue;
     }
-    STOF_RETURN_IF_ERROR(MultiplyParts(args, own, i == 2, base, stream));
+    STOF_RETURN_IF_ERROR(MultiplyParts(args, expand, own, i == 2, base, stream));
     term->part.products = reinterpret_cast<const float*>(base + own.products);
     term->part.offset = Narrow(-table.index.low), term->part.columns = Narrow(own.expanded);
     if (entry == nullptr) continue;

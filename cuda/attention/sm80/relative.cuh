@@ -33,7 +33,7 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
   for (int i = 0; i < 2; ++i) {
     const RelativeTerm& term = relative_->key[i];
     if (term.band.rows != nullptr) {
-      const uint32_t* const rows = WindowRows<T, kHead / 32>(term.band, h_, first, lane);
+      const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
       const float* const column = WindowColumn(term.band, h_, first);
       scores.AddQueryBand(
           [&](int u, float (&x)[S::kBlocks][2][4]) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
   }
   const RelativeTerm& term = relative_->query;
   if (term.band.rows != nullptr) {
-    const uint32_t* const rows = WindowRows<T, kHead / 32>(term.band, h_, first, lane);
+    const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
     const float* const column = WindowColumn(term.band, h_, first);
     const uint32_t from = keys + 2 * SwizzledOffset<kHead>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const auto read_keys = [from](int k, int j, uint32_t (&b)[4]) {
