@@ -21,8 +21,8 @@ class Target:
         reads_packed_heads: StofAttention reads heads inside of a wider tensor.
         packs_sequences: StofAttention takes packed sequences, without rows of padding.
         copies_sequences: packed sequences are copied into padded tensors first (stof.unpadding.padded_copies: what that lacks).
-        takes_relative_terms: StofAttention multiplies queries and keys by rows of tables by relative position, where the library
-            has the roles.
+        takes_relative_terms: StofAttention multiplies queries and keys by rows of tables by relative position, as far as the
+            library states roles for the target.
         times_models: ``--time`` can time whole models.
         times_chains: measurements decide about fused chains. TensorRT measures by itself.
         estimates_gains: estimates tell whether an attention gains over what the runtime has for it.
@@ -63,6 +63,7 @@ CUDA = Target(
     provider="CUDAExecutionProvider",
     uses_cuda_provider=True,
     packs_sequences=True,
+    takes_relative_terms=True,
     copies_sequences=True,
     fuses_lone_norms=True,
     has_cuda_gemm=True,

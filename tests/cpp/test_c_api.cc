@@ -181,7 +181,7 @@ TEST(CApiListsLimits) {
         "\"packed\"", "\"roles\": [\"pad\", \"bias\"",
         "\"targets\": {\"cpu\": {\"types\": {\"1\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 1, ",
         "\"10\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 8, \"most_heads\": 65536, "
-        "\"most_length\": 4194304, \"most_operands\": 18}, \"16\"",
+        "\"most_length\": 4194304, \"most_operands\": 18, \"relative_tables\": 3}, \"16\"",
         "\"tensorrt\": {\"types\": {\"1\": {\"largest_head_size\": 256",
         "\"StofChain\": {\"activations\": [], \"activations_with_zeros\": [], \"attributes\": [\"chain\", "
         "\"chain_id\"], \"roles\": [], \"storage_types\": [], "

@@ -60,6 +60,18 @@ def relative_roles() -> frozenset[str]:
         return frozenset()
 
 
+def relative_roles_on(target: str) -> frozenset[str]:
+    """The roles of ``relative_roles`` that kernels of a target take. An earlier library does not say: all on the CPU alone."""
+    order = ("relative_key", "relative_key1", "relative_query", "relative_value")
+    try:
+        types = op_limits()[_OP]["targets"][target].get("types", {})
+    except LibraryError:
+        return frozenset()
+    usual = len(order) if target == "cpu" else 0
+    taken = min((numbers.get("relative_tables", usual) for numbers in types.values()), default=0)
+    return relative_roles() & {*order[:taken], *(("relative_bias_factor",) if taken else ())}
+
+
 def element_types() -> frozenset[int]:
     """The ONNX element types that some target takes."""
     return frozenset(t for t, _ in _all_limits())

@@ -48,6 +48,12 @@ struct AttentionLimits {
                                            "first_position",
                                            "unused"};
 
+  // How many of relative_key, relative_key1, relative_query and relative_value the kernels of a target take, in this
+  // order. Where it is not 0, they take relative_bias_factor, too.
+  static constexpr int64_t RelativeTablesOf(Target target) {
+    return target == Target::kCpu ? 4 : target == Target::kCuda ? 3 : 0;
+  }
+
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};
     // The CUDA kernels, which the TensorRT plugin runs, too, copy rows 16 bytes at a time; those of fp32 can do

@@ -253,7 +253,9 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
 }
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
-  return ListAttentionLimits(target, dtype, {"most_operands", AttentionLimits::kMostOperands});
+  std::vector<OpLimit> limits = ListAttentionLimits(target, dtype, {"most_operands", AttentionLimits::kMostOperands});
+  limits.push_back({"relative_tables", AttentionLimits::RelativeTablesOf(target)});
+  return limits;
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from stof.attention.decide.cost_cpu import GainEstimate, tile_density
 from stof.attention.describe.site_problem import SiteProblem
-from stof.attention.limits import limits_of, type_names
+from stof.attention.limits import limits_of, relative_roles_on, type_names
+from stof.mask.relative_terms.factor import FACTOR_ROLE
 
 _TILE = (128, 64)  # query rows × keys of most kernels
 _FLOAT = 1
@@ -57,6 +58,7 @@ _LAUNCH = 2.5  # microseconds of a kernel in a captured graph, with the gap befo
 _OWN = 4.5  # of ours, for a few tiles
 # Rows of few tiles reach this share of the rate: measured 240 to 440 of 490 TFLOP/s for windows, global tokens, S2.
 _FEW, _SHORT = 0.3, 0.6
+_RELATIVE = 0.5  # of the rate: the kernel for 8.0 where there is one for 9.0; not measured
 # Passes over the scores of an attention of single nodes: written, scaled, masked (read and written), softmax, read.
 _PASSES = 7.0
 _NODES = 6
@@ -75,13 +77,21 @@ def estimate_gain(problem: SiteProblem, length: int, device: DeviceRates) -> Gai
     is_16_bit = problem.dtype != _FLOAT
     rate = device.single if not is_16_bit else device.half if problem.head_size <= 128 else device.wide
     rate *= _SHORT if density < _FEW else 1.0
-    operator_time = _OWN + max(density, 1e-6) * flops / rate * 1e-6
+    # Terms have kernels for compute capability 8.0, at its share of a device's rate. A product costs what query times key does,
+    # and its rows and the order of its results as much again.
+    products = len(problem.relative_terms)
+    if is_16_bit and products:
+        rate *= _RELATIVE
+    own = flops + 4.0 * products * problem.num_heads * length * length * problem.head_size
+    operator_time = _OWN + max(density, 1e-6) * own / rate * 1e-6
     masked = not problem.mask.allows_all or problem.has_bias
     if problem.replaces_fused_node:
         dense = device.runtime_single if not is_16_bit else device.biased if masked else device.flash
         return GainEstimate(length, density, (_LAUNCH + flops / dense * 1e-6) / operator_time)
     scores = problem.num_heads * length * length * (2 if is_16_bit else 4)
-    runtime_time = _NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3
+    # The runtime multiplies about twice as many rows as there are keys, and moves the result to pairs.
+    runtime_time = (_NODES * _LAUNCH + _PASSES * scores / device.memory * 1e-3) * (1 + products)
+    flops += 4.0 * products * problem.num_heads * length * length * problem.head_size
     # Products with so small an inner size run at a rate below that of fused attention.
     runtime_time += flops / (device.biased if is_16_bit else device.runtime_single) * 1e-6
     return GainEstimate(length, density, runtime_time / operator_time)
@@ -94,7 +104,8 @@ def refusals(problem: SiteProblem) -> list[str]:
         return []  # refused on every target
     limits, sizes = types[problem.dtype], (problem.head_size, problem.value_head_size)
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
-    reasons = [f"no kernel on CUDA takes {role}" for role, *_ in problem.relative_terms[:1]]
+    roles = {role for role, *_ in problem.relative_terms} | ({FACTOR_ROLE} if problem.has_relative_factor else set())
+    reasons = [f"no kernel on CUDA takes {role}" for role in sorted(roles - relative_roles_on("cuda"))]
     if any(size % unit for size in sizes):
         same = type_names((t for t in types if types[t].head_size_multiple_of == unit), "and")
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected multiples of {unit} in {same} on CUDA")

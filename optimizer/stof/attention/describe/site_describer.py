@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 
 from stof.attention.describe.site_problem import SiteProblem
-from stof.attention.limits import relative_roles
+from stof.attention.limits import relative_roles, relative_roles_on
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import NAMES, SiteReport, Step
 from stof.attention.split_mask_sums import split_filled_terms, split_terms
@@ -136,7 +136,8 @@ class SiteDescriber:
 
         A term that a mask fills is split for it. The site and mask as they are, where the masks do not hold with these products.
         """
-        roles = relative_roles() if self.options.tuned_for.takes_relative_terms else frozenset()
+        target = self.options.tuned_for
+        roles = relative_roles() & relative_roles_on(target.name) if target.takes_relative_terms else frozenset()
         if not roles or not mask.bias:
             return site, mask
         split = split_filled_terms(self.checker.index, self.symbolic, site, mask.bias)
