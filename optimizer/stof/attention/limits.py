@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from onnx import TensorProto
 
 from stof.runtime.library import LibraryError, op_limits, type_limits
+from stof.targets import Target
 
 _OP = "StofAttention"
 _NAMES = {int(TensorProto.FLOAT): "fp32", int(TensorProto.FLOAT16): "fp16", int(TensorProto.BFLOAT16): "bf16"}
@@ -60,14 +61,14 @@ def relative_roles() -> frozenset[str]:
         return frozenset()
 
 
-def relative_roles_on(target: str) -> frozenset[str]:
+def relative_roles_on(target: Target) -> frozenset[str]:
     """The roles of ``relative_roles`` that kernels of a target take. An earlier library does not say: all on the CPU alone."""
     order = ("relative_key", "relative_key1", "relative_query", "relative_value")
     try:
-        types = op_limits()[_OP]["targets"][target].get("types", {})
+        types = op_limits()[_OP]["targets"][target.name].get("types", {})
     except LibraryError:
         return frozenset()
-    usual = len(order) if target == "cpu" else 0
+    usual = 0 if target.uses_gpu else len(order)
     taken = min((numbers.get("relative_tables", usual) for numbers in types.values()), default=0)
     return relative_roles() & {*order[:taken], *(("relative_bias_factor",) if taken else ())}
 

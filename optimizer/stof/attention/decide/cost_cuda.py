@@ -14,6 +14,7 @@ from stof.attention.decide.cost_cpu import GainEstimate, tile_density
 from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, relative_roles_on, type_names
 from stof.mask.relative_terms.factor import FACTOR_ROLE
+from stof.targets import CUDA
 
 _TILE = (128, 64)  # query rows × keys of most kernels
 _FLOAT = 1
@@ -105,7 +106,7 @@ def refusals(problem: SiteProblem) -> list[str]:
     limits, sizes = types[problem.dtype], (problem.head_size, problem.value_head_size)
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
     roles = {role for role, *_ in problem.relative_terms} | ({FACTOR_ROLE} if problem.has_relative_factor else set())
-    reasons = [f"no kernel on CUDA takes {role}" for role in sorted(roles - relative_roles_on("cuda"))]
+    reasons = [f"no kernel on CUDA takes {role}" for role in sorted(roles - relative_roles_on(CUDA))]
     if any(size % unit for size in sizes):
         same = type_names((t for t in types if types[t].head_size_multiple_of == unit), "and")
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected multiples of {unit} in {same} on CUDA")

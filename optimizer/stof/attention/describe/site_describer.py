@@ -137,7 +137,7 @@ class SiteDescriber:
         A term that a mask fills is split for it. The site and mask as they are, where the masks do not hold with these products.
         """
         target = self.options.tuned_for
-        roles = relative_roles() & relative_roles_on(target.name) if target.takes_relative_terms else frozenset()
+        roles = relative_roles() & relative_roles_on(target) if target.takes_relative_terms else frozenset()
         if not roles or not mask.bias:
             return site, mask
         split = split_filled_terms(self.checker.index, self.symbolic, site, mask.bias)
