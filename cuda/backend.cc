@@ -264,7 +264,8 @@ Status PrepareAttention(const AttentionArgs& args, const Tensor* pad, const Atte
   const cuda::RelaxedCapture relaxed;  // this thread's stream may be captured
   RunContext context = given;
   // A mask that reads run-time vectors is made by the run.
-  if (!mask.parts.fixed.empty() && mask.parts.dynamic.empty()) {
+  const bool has_rows = args.scores.has_relative_tables();
+  if ((!mask.parts.fixed.empty() || has_rows) && mask.parts.dynamic.empty()) {
     cudaStream_t stream = nullptr;
     STOF_RETURN_IF_ERROR(cuda::UploadStream(&stream));
     context.stream = stream;

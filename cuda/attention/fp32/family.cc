@@ -33,6 +33,9 @@ KernelTable Find(const KernelProblem& problem) {
 }
 
 // The workspace of relative terms is behind that of keys and values.
+int64_t RelativeOffset(const Fp32Workspace& split, const RelativeLayout& relative) {
+  return relative.bytes == 0 ? split.bytes : RoundUp(split.bytes, kRelativeAlign);
+}
 Status PlanRelativeOf(const AttentionJob& job, const KernelEntry& kernel, RelativeLayout* layout) {
   *layout = RelativeLayout();
   if (!job.problem().has_relative_terms) return Status();
@@ -80,8 +83,8 @@ Status Plan(AttentionJob* job, AttentionPlan* plan) {
   STOF_RETURN_IF_ERROR(job->GetRelativeRows());
   RelativeLayout relative;
   STOF_RETURN_IF_ERROR(PlanRelativeOf(*job, *plan->kernel, &relative));
-  const int64_t split = RoundUp(WorkspaceOf(job->params(), *plan->kernel).bytes, kRelativeAlign);
-  plan->workspace = static_cast<size_t>(split + relative.bytes);
+  plan->workspace =
+      static_cast<size_t>(RelativeOffset(WorkspaceOf(job->params(), *plan->kernel), relative) + relative.bytes);
   return Status();
 }
 
@@ -112,7 +115,7 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
     STOF_RETURN_IF_ERROR(PlanRelativeOf(*job, *plan.kernel, &layout));
     RelativeParams relative;
     STOF_RETURN_IF_ERROR(PrepareRelative(job->args(), layout, job->relative_rows(),
-                                         memory + RoundUp(workspace.bytes, kRelativeAlign), job->stream(), &relative));
+                                         memory + RelativeOffset(workspace, layout), job->stream(), &relative));
     return CheckLaunch(size->launch_relative(params, relative, plan.stages, l2_heads, job->stream()));
   }
   const Fp32CtaSize::Launch launch = has_score_mod ? size->launch_score_mod : size->launch;

@@ -33,7 +33,7 @@ namespace cuda {
 
 // The work of one CTA.
 template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
-class Fp32Attention {
+class Fp32Attention : private RelativeParamsOf<kRelative> {
   using S = Fp32Shape<kHead, kPlanes, kTile>;
   static constexpr int kColumns = S::kN / 8;              // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;              // blocks of 8 output elements
@@ -41,10 +41,9 @@ class Fp32Attention {
   static constexpr int kGroup = S::kBlocks == 1 ? 4 : 2;  // blocks of columns that are computed at once
 
  public:
-  // relative: nullptr without kRelative.
-  __device__ Fp32Attention(const Fp32Params& params, const RelativeParams* relative, int stages, int l2_heads,
-                           char* shared)
-      : params_(params), p_(params.attention), relative_(relative), stages_(stages), shared_(shared) {
+  __device__ Fp32Attention(const Fp32Params& params, const RelativeParamsOf<kRelative>& relative, int stages,
+                           int l2_heads, char* shared)
+      : RelativeParamsOf<kRelative>(relative), params_(params), p_(params.attention), stages_(stages), shared_(shared) {
     // L2 head groups one after the other; in each, the longest tile rows of all heads first.
     const int tile_rows = (p_.S + kTileRows - 1) / kTileRows;
     const int sub_tile = blockIdx.x % S::kCtasPerTile, item = blockIdx.x / S::kCtasPerTile;
@@ -311,7 +310,6 @@ class Fp32Attention {
 
   const Fp32Params& params_;
   const AttentionParams& p_;
-  const RelativeParams* const relative_;
   const int stages_;
   char* const shared_;
   int b_, h_, row0_, tile_row0_, warp_, lane_, tiles_;
@@ -347,9 +345,12 @@ __global__ void __launch_bounds__(Fp32Shape<kHead, kPlanes, kTile>::kThreads,
                                   (Fp32Ctas<kHead, kPlanes, kTile, kRelative>))
     Fp32AttentionKernel(const __grid_constant__ Fp32ParamsOf<kRelative> params, int stages, int l2_heads) {
   extern __shared__ __align__(128) char fp32_shared[];
-  const RelativeParams* relative = nullptr;
-  if constexpr (kRelative) relative = &params.relative;
-  Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>(params, relative, stages, l2_heads, fp32_shared).Run();
+  if constexpr (kRelative) {
+    Fp32Attention<kHead, kPlanes, kTile, kScoreMod, true>(params, {params.relative}, stages, l2_heads, fp32_shared)
+        .Run();
+  } else {
+    Fp32Attention<kHead, kPlanes, kTile, kScoreMod, false>(params, {}, stages, l2_heads, fp32_shared).Run();
+  }
 }
 
 }  // namespace cuda

@@ -35,7 +35,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, 
   };
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const RelativeTerm& term = relative_->key[i];
+    const RelativeTerm& term = this->relative.key[i];
     if (term.band.rows != nullptr) {
       const uint32_t* const rows = WindowRows<kHead / 32 * 2>(term.band, h_, first, lane);
       const BandScale by = scale_of(term.band);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, 
     }
     if (term.part.products != nullptr) scores.AddParts(term.part, false, p_.scale, s);
   }
-  const RelativeTerm& term = relative_->query;
+  const RelativeTerm& term = this->relative.query;
   if (term.band.rows != nullptr) {
     const uint32_t* const rows = WindowRows<kHead / 32 * 2>(term.band, h_, first, lane);
     const BandScale by = scale_of(term.band);

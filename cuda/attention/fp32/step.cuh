@@ -85,9 +85,12 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, 
 template <int kHead, int kPlanes, int kTile, bool kScoreMod, bool kRelative>
 __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, kRelative>::ApplyMaskAndBias(
     const KvTile& entry, const Bits& bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
-  if constexpr (kScoreMod) {
-    ScoreBiases<float, S::kBlocks, kColumns, kRelative>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
-                                                        kRelative ? &relative_->factor : nullptr)
+  if constexpr (kScoreMod && kRelative) {
+    ScoreBiases<float, S::kBlocks, kColumns, true>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
+                                                   &this->relative.factor)
+        .Add(1.0f, s);
+  } else if constexpr (kScoreMod) {
+    ScoreBiases<float, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(1.0f, s);
   }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {

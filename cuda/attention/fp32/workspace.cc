@@ -19,7 +19,7 @@ int64_t BoundFp32Workspace(const AttentionArgs& args, const AttentionMask&) {
   RelativeLayout relative;
   if (!PlanRelative(args, *head_size, &relative).ok()) relative = RelativeLayout();
   const Fp32Workspace split(shape.B * shape.G * CeilDiv(shape.T, kTileKeys), kFp32MostPlanes, *head_size);
-  return RoundUp(split.bytes, kRelativeAlign) + relative.bytes;
+  return relative.bytes == 0 ? split.bytes : RoundUp(split.bytes, kRelativeAlign) + relative.bytes;
 }
 
 }  // namespace cuda

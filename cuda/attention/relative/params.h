@@ -44,6 +44,15 @@ struct RelativeParams {
   BiasFactor factor;
 };
 
+// Where a kernel has relative terms, its parameters of them: a base that is empty else, so that kernels without keep
+// their code.
+template <bool kRelative>
+struct RelativeParamsOf {
+  const RelativeParams& relative;
+};
+template <>
+struct RelativeParamsOf<false> {};
+
 }  // namespace cuda
 }  // namespace stof
 #endif  // STOF_CUDA_ATTENTION_RELATIVE_PARAMS_H_

@@ -29,17 +29,17 @@ namespace cuda {
 
 // The work of one CTA.
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-class Sm80Attention {
+class Sm80Attention : private RelativeParamsOf<kRelative> {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
   static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
 
  public:
-  // stages: 0 where keys and values share one buffer. relative: nullptr without kRelative.
-  __device__ Sm80Attention(const AttentionParams& p, const RelativeParams* relative, int stages, T* shared)
-      : p_(p),
-        relative_(relative),
+  // stages: 0 where keys and values share one buffer.
+  __device__ Sm80Attention(const AttentionParams& p, const RelativeParamsOf<kRelative>& relative, int stages, T* shared)
+      : RelativeParamsOf<kRelative>(relative),
+        p_(p),
         stages_(S::kLargeHead ? stages : S::kStages),
         shared_(shared),
         base_(SharedAddress(shared)) {
@@ -342,7 +342,6 @@ class Sm80Attention {
   }
 
   const AttentionParams& p_;
-  const RelativeParams* const relative_;
   const int stages_;
   T* const shared_;
   const uint32_t base_;
@@ -380,11 +379,12 @@ __global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
                                   (Sm80Ctas<kHead, kScoreMod, kRows, kRelative>))
     AttentionKernel(const __grid_constant__ Sm80ParamsOf<kRelative> params) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const RelativeParams* relative = nullptr;
-  if constexpr (kRelative) relative = &params.relative;
-  Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>(params.attention, relative, params.stages,
-                                                       reinterpret_cast<T*>(shared))
-      .Run();
+  T* const memory = reinterpret_cast<T*>(shared);
+  if constexpr (kRelative) {
+    Sm80Attention<kHead, T, kScoreMod, kRows, true>(params.attention, {params.relative}, params.stages, memory).Run();
+  } else {
+    Sm80Attention<kHead, T, kScoreMod, kRows, false>(params.attention, {}, params.stages, memory).Run();
+  }
 }
 
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>

@@ -31,7 +31,7 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
   };
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const RelativeTerm& term = relative_->key[i];
+    const RelativeTerm& term = this->relative.key[i];
     if (term.band.rows != nullptr) {
       const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
       const float* const column = WindowColumn(term.band, h_, first);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
     }
     if (term.part.products != nullptr) scores.AddParts(term.part, false, 1.0f, s);
   }
-  const RelativeTerm& term = relative_->query;
+  const RelativeTerm& term = this->relative.query;
   if (term.band.rows != nullptr) {
     const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
     const float* const column = WindowColumn(term.band, h_, first);

@@ -43,9 +43,12 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::ApplyMaskAndBias(
     const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
-  if constexpr (kScoreMod) {
-    ScoreBiases<T, S::kBlocks, kColumns, kRelative>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
-                                                    kRelative ? &relative_->factor : nullptr)
+  if constexpr (kScoreMod && kRelative) {
+    ScoreBiases<T, S::kBlocks, kColumns, true>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
+                                               &this->relative.factor)
+        .Add(p_.scale, s);
+  } else if constexpr (kScoreMod) {
+    ScoreBiases<T, S::kBlocks, kColumns>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2)
         .Add(p_.scale, s);
   }
   if (unmasked && static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kMean) {
