@@ -20,6 +20,11 @@
 struct alignas(8) float2 {
   float x, y;
 };
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace stof::test::emulated {
 
@@ -83,7 +88,8 @@ inline float ElementOf(uint32_t word, int i) {  // bf16
 
 }  // namespace stof::test::emulated
 
-inline int min(int a, int b) { return std::min(a, b); }
+using std::max;
+using std::min;
 inline float __shfl_sync(unsigned, float value, int source) {
   auto& warp = *stof::test::emulated::Warp::Current();
   warp.slots[stof::test::emulated::Warp::Lane()].value = value;
@@ -100,6 +106,14 @@ namespace cuda {
 struct EmulatedBf16 {
   uint16_t bits;
 };
+inline float ToFloat(EmulatedBf16 x) { return test::emulated::ElementOf(x.bits, 0); }
+// Cuts the lower half off: for numbers that have none.
+template <typename T>
+uint32_t Pack(float low, float high) {
+  uint32_t words[2];
+  std::memcpy(&words[0], &low, sizeof low), std::memcpy(&words[1], &high, sizeof high);
+  return words[0] >> 16 | (words[1] & 0xffff0000u);
+}
 
 template <int kCount>
 void LoadConstant(uint32_t (&r)[kCount], const uint32_t* from) {

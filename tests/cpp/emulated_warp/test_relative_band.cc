@@ -4,8 +4,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/attention/relative/expand.cuh"
+#include "cuda/attention/relative/layout.h"
 #include "cuda/attention/relative/mma_products.cuh"
 #include "cuda/attention/relative/split_products.cuh"
+#include "plugins/core/ops/attention_relative.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
@@ -296,6 +299,170 @@ TEST(ProductsByPartsOfPositions) {
         const int64_t of = (1 * 3 + 2) * (of_keys ? kT : kS) + (of_keys ? j : i);
         const int at = key_part[static_cast<size_t>(j)] - query_part[static_cast<size_t>(i)] + 3;
         CHECK(got[static_cast<size_t>(r * 64 + c)] == 2.0f * products[static_cast<size_t>(of * kColumns + at)]);
+      }
+    }
+  }
+}
+
+// From an expression to the term of a pair: rows of a run, the workspace, expansion, products and skew.
+struct WholeProblem {
+  AttentionArgs args;
+  std::vector<float> query, key, table;  // [H, S, D], [G, T, D], [heads, rows, D + 1]
+  std::vector<uint16_t> query_bits, key_bits, table_bits;
+  std::shared_ptr<const RelativeRowArrays> rows;
+  cuda::RelativeLayout layout;
+  std::vector<char> workspace;
+  cuda::ExpandParams expand;
+
+  WholeProblem(const std::string& text, int64_t S, int64_t T, int64_t P, int64_t count, bool of_keys, Random* random) {
+    constexpr int64_t kHeads = 4, kGroups = 2, kSize = 40;  // padded to 64
+    args.shape = {1, kHeads, kGroups, S, T, kSize, kSize, DType::kBF16};
+    const auto draw = [random](int64_t size, std::vector<float>* values, std::vector<uint16_t>* bits) {
+      *values = DrawIntegers(random, size);
+      for (const float x : *values) bits->push_back(ToBf16(x));
+    };
+    draw(kHeads * S * kSize, &query, &query_bits);
+    draw(kGroups * T * kSize, &key, &key_bits);
+    draw(kHeads * count * (kSize + 1), &table, &table_bits);
+    args.query = {query_bits.data(), {kHeads * S * kSize, S * kSize, kSize}};
+    args.key = {key_bits.data(), {kGroups * T * kSize, T * kSize, kSize}};
+    const std::vector<int32_t> entries = {0, 0, 1, 2, 2, 3, 5, 5, 6};
+    Tensor buckets = TensorOfShape(DType::kI32, {9});
+    buckets.data = const_cast<int32_t*>(entries.data());
+    MaskExpr expr;
+    CHECK(MaskExpr::ParseInteger(text, {{"table0", buckets}}, &expr).ok(), text);
+    SeparatedExpr separated;
+    CHECK(SeparatedExpr::Make(expr, &separated), text);
+    CHECK(RelativeRowArrays::Make("relative_key", separated, {1, 1, S, T, P}, count, &rows).ok(), text);
+    const int term = of_keys ? 2 : 0;
+    cuda::RelativeTermOf(&args.scores, term) = {table_bits.data(), DType::kBF16,        count,
+                                                kSize + 1,         count * (kSize + 1), rows->view()};
+    CHECK(cuda::PlanRelative(args, kHead, &layout).ok());
+    workspace.assign(static_cast<size_t>(layout.bytes), static_cast<char>(0xff));
+    const cuda::RelativeTermLayout& own = layout.terms[term];
+    expand.table = table_bits.data();
+    expand.heads = own.heads, expand.rows = static_cast<int>(count), expand.columns = kSize + 1;
+    expand.stride_h = count * (kSize + 1), expand.D = kSize;
+    expand.row = rows->view().row, expand.first = own.first, expand.count = rows->view().count;
+    expand.is_reversed = rows->view().is_reversed ? 1 : 0;
+    expand.pairs = own.pairs, expand.expanded = own.expanded;
+    expand.to = workspace.data() + own.rows;
+    expand.column = reinterpret_cast<float*>(workspace.data() + own.column);
+    const int64_t fragments = own.expanded / 8 * own.pairs * 32 * own.heads;
+    for (int64_t at = 0; at < fragments; ++at) cuda::ExpandFragment<EmulatedBf16>(expand, at);
+  }
+  // The term of a pair by the definition.
+  float TermOf(int64_t h, int64_t i, int64_t j, bool of_keys) const {
+    const int64_t size = args.shape.D, count = expand.rows;
+    const RelativeRows& view = rows->view();
+    int64_t row = view.row[view.KeyPart(j) - view.QueryPart(i) - view.low];
+    if (view.is_reversed) row = count - 1 - row;
+    const float* const r = &table[static_cast<size_t>((h * count + row) * (size + 1))];
+    const float* const x = of_keys ? &key[static_cast<size_t>((h / 2 * args.shape.T + j) * size)]
+                                   : &query[static_cast<size_t>((h * args.shape.S + i) * size)];
+    float sum = r[size];
+    for (int64_t d = 0; d < size; ++d) sum += x[d] * r[d];
+    return sum;
+  }
+  // Two elements of a row; 0 beyond the tensor.
+  uint32_t Pair(bool of_keys, int64_t h, int64_t row, int d) const {
+    const int64_t size = args.shape.D, count = of_keys ? args.shape.T : args.shape.S;
+    if (row >= count || d >= size) return 0;
+    const std::vector<float>& x = of_keys ? key : query;
+    const auto at = static_cast<size_t>(((of_keys ? h / 2 : h) * count + row) * size + d);
+    return Word(x[at], x[at + 1]);
+  }
+};
+
+void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_t count, bool of_keys, Random* random) {
+  const WholeProblem problem(text, S, T, P, count, of_keys, random);
+  const cuda::RelativeTermLayout& own = problem.layout.terms[of_keys ? 2 : 0];
+  const int64_t h = random->Range(0, 3), N = of_keys ? T : S;
+  cuda::AttentionParams p;
+  p.B = 1, p.H = 4, p.G = 2, p.S = static_cast<int>(S), p.T = static_cast<int>(T);
+  char* const base = const_cast<char*>(problem.workspace.data());
+  cuda::BandTerm band;
+  band.rows = problem.expand.to, band.column = problem.expand.column;
+  band.row_stride_h = own.row_stride_h, band.column_stride_h = own.column_stride_h;
+  std::vector<int32_t> key_part, query_part;
+  for (int64_t j = 0; j < T; ++j) key_part.push_back(static_cast<int32_t>(problem.rows->view().KeyPart(j)));
+  for (int64_t i = 0; i < S; ++i) query_part.push_back(static_cast<int32_t>(problem.rows->view().QueryPart(i)));
+  cuda::PartTerm part;
+  part.products = reinterpret_cast<const float*>(base + own.products);
+  part.key_part = key_part.data(), part.query_part = query_part.data();
+  part.offset = static_cast<int>(-problem.rows->view().low), part.columns = static_cast<int>(own.expanded);
+  cuda::PartProductParams multiply;
+  const TensorView& x = of_keys ? problem.args.key : problem.args.query;
+  multiply.x = x.data, multiply.stride = x.stride;
+  multiply.B = 1, multiply.H = 4, multiply.group = of_keys ? 2 : 1;
+  multiply.N = static_cast<int>(N), multiply.D = static_cast<int>(problem.args.shape.D);
+  multiply.rows = problem.expand.to, multiply.column = problem.expand.column;
+  multiply.row_stride_h = own.row_stride_h, multiply.column_stride_h = own.column_stride_h;
+  multiply.pairs = own.pairs, multiply.columns = part.columns;
+  multiply.products = reinterpret_cast<float*>(base + own.products);
+  const int row0 = static_cast<int>(random->Range(0, (S - 1) / 16)) * 16;
+  const int key0 = static_cast<int>(random->Range(0, (T - 1) / 64)) * 64;
+  std::vector<float> got(16 * 64);
+  emulated::Warp::Run([&](int lane) {
+    const int g = lane / 4, t = lane % 4;
+    float s[1][8][4] = {};
+    const cuda::RelativeScores<1> scores(p, 0, static_cast<int>(h), row0, key0, lane);
+    if (!own.is_band) {
+      for (int row = 0; row < N; row += 16) cuda::MultiplyPartRows<EmulatedBf16>(multiply, h, row, lane);
+      emulated::Warp::Current()->Sync();
+      scores.AddParts(part, of_keys, 1.0f, s);
+    } else if (of_keys) {
+      const auto read_keys = [&](int k, int j, uint32_t (&b)[4]) {
+        for (int word = 0; word < 4; ++word) {
+          b[word] = problem.Pair(true, h, key0 + 8 * (j + word / 2) + g, 16 * k + word % 2 * 8 + 2 * t);
+        }
+      };
+      scores.AddKeyBand(
+          [&](int j, float (&z)[2][2][4]) {
+            cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(
+                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane),
+                cuda::WindowColumn(band, static_cast<int>(h), scores.First()), j, lane, read_keys, z);
+          },
+          s);
+    } else {
+      const auto read_queries = [&](int k, uint32_t (&q)[1][4]) {
+        for (int word = 0; word < 4; ++word) {
+          q[0][word] = problem.Pair(false, h, row0 + g + word % 2 * 8, 16 * k + word / 2 * 8 + 2 * t);
+        }
+      };
+      scores.AddQueryBand(
+          [&](int u, float (&y)[1][2][4]) {
+            cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(
+                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane),
+                cuda::WindowColumn(band, static_cast<int>(h), scores.First()), u, lane, read_queries, y);
+          },
+          s);
+    }
+    for (int j = 0; j < 8; ++j) {
+      for (int e = 0; e < 4; ++e) got[static_cast<size_t>((g + e / 2 * 8) * 64 + 8 * j + 2 * t + e % 2)] = s[0][j][e];
+    }
+  });
+  for (int64_t i = row0; i < std::min<int64_t>(S, row0 + 16); ++i) {
+    for (int64_t j = key0; j < std::min<int64_t>(T, key0 + 64); ++j) {
+      const float want = problem.TermOf(h, i, j, of_keys), found = got[static_cast<size_t>((i - row0) * 64 + j - key0)];
+      CHECK(found == want, text, ", S ", S, ", T ", T, ", P ", P, ", query ", i, ", key ", j, ": ", found,
+            ", expected ", want);
+    }
+  }
+  CountCases(1);
+}
+
+TEST(RelativeTermsFromExpressionsToScores) {
+  Random random(58);
+  struct Sizes {
+    int64_t S, T, P;
+  };
+  for (const char* text : {"k - q + S + P - 1", "q - k + T - 1", "k - q + 5", "max(-12, min(4, k - q)) + 12",
+                           "table0[max(0, min(8, q - k + 4))]", "q // 7 - k // 7 + 20", "k % 5 - q % 5 + 4",
+                           "abs(k - q)", "k // 3", "3", "(k - q) * 2 + 30"}) {
+    for (const Sizes& sizes : {Sizes{1, 1, 0}, {17, 70, 53}, {70, 17, 0}, {130, 200, 70}}) {
+      for (const bool of_keys : {false, true}) {
+        CheckWhole(text, sizes.S, sizes.T, sizes.P, random.OneIn(2) ? 40 : 400, of_keys, &random);
       }
     }
   }
