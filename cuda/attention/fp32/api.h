@@ -30,9 +30,9 @@ struct Fp32CtaSize : CtaSize {
                          void* stream) = nullptr;
 };
 struct Fp32Code : KernelCode {
-  int planes = 0;  // 2: high and low parts; 1: high parts alone
-  int (*split)(const Fp32Params& params, void* stream) = nullptr;
-  Fp32CtaSize sizes[3];  // of 64, 128 and 32 rows
+  int planes = 0;                                                  // 2: high and low parts; 1: high parts alone
+  int (*split)(const Fp32Params& params, void* stream) = nullptr;  // nullptr: that of the kernel without relative terms
+  Fp32CtaSize sizes[3];                                            // of 64, 128 and 32 rows
 };
 
 // Sets rows and stages of a plan. params: with the block mask, of which the mean length of a row counts. False: the

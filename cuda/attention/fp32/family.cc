@@ -32,6 +32,15 @@ KernelTable Find(const KernelProblem& problem) {
   return problem.has_relative_terms ? FindByHeadSize(kRelativeTables, problem) : FindByHeadSize(kTables, problem);
 }
 
+// The launcher of the kernel that splits keys and values for a kernel of the table.
+auto SplitOf(const KernelProblem& problem, const KernelEntry& kernel) {
+  const auto& code = kernel.code_as<Fp32Code>();
+  if (code.split != nullptr) return code.split;
+  KernelProblem plain = problem;
+  plain.has_relative_terms = plain.allows_tf32 = false;
+  return Find(plain).begin()->code_as<Fp32Code>().split;
+}
+
 // The workspace of relative terms is behind that of keys and values.
 int64_t RelativeOffset(const Fp32Workspace& split, const RelativeLayout& relative) {
   return relative.bytes == 0 ? split.bytes : RoundUp(split.bytes, kRelativeAlign);
@@ -105,7 +114,7 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   params.key_factors = reinterpret_cast<const float*>(memory + workspace.key_factors);
   params.value_factors = reinterpret_cast<const float*>(memory + workspace.value_factors);
   const auto& code = plan.kernel->code_as<Fp32Code>();
-  STOF_RETURN_IF_ERROR(CheckLaunch(code.split(params, job->stream())));
+  STOF_RETURN_IF_ERROR(CheckLaunch(SplitOf(job->problem(), *plan.kernel)(params, job->stream())));
   const auto* const size = std::find_if(std::begin(code.sizes), std::end(code.sizes),
                                         [&plan](const CtaSize& one) { return one.rows == plan.rows; });
   const bool has_score_mod = job->problem().score_mod() != ScoreMod::kNone;

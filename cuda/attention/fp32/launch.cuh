@@ -98,7 +98,6 @@ template <int kHead>
 constexpr Fp32Code MakeFp32RelativeCode() {
   Fp32Code code;
   code.planes = 2;
-  code.split = SplitFp32<kHead, 2>;
   code.sizes[0] = MakeFp32RelativeCtaSize<kHead, 64>();
   if constexpr (kHead > 192) code.sizes[2] = MakeFp32RelativeCtaSize<kHead, 32>();
   return code;

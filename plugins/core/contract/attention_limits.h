@@ -49,10 +49,8 @@ struct AttentionLimits {
                                            "unused"};
 
   // How many of relative_key, relative_key1, relative_query and relative_value the kernels of a target take, in this
-  // order. Where it is not 0, they take relative_bias_factor, too.
-  static constexpr int64_t RelativeTablesOf(Target target) {
-    return target == Target::kCpu ? 4 : target == Target::kCuda ? 3 : 0;
-  }
+  // order, and relative_bias_factor. The TensorRT plugin runs the CUDA kernels, but refuses the roles.
+  static constexpr int64_t RelativeTablesOf(Target target) { return target == Target::kCpu ? 4 : 3; }
 
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};
