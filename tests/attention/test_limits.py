@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, Layout, LiftedMask, MaskTerm, Operand, RuntimeOperand, TermKind
 from stof.runtime.library import LibraryError, op_limits, type_limits
 from stof.symbolic import LONGEST, Symbolic
+from stof.targets import CPU, CUDA
 
 FP32, FP16, BF16 = int(TensorProto.FLOAT), int(TensorProto.FLOAT16), int(TensorProto.BFLOAT16)
 MASK = LiftedMask(MaskExpression.parse("k <= q"))
@@ -154,3 +156,34 @@ def test_what_the_library_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "head size 24 / 64, expected at most 32 on CUDA",
     ]
     assert cost_tensorrt.refusals(problem()) == ["head size 64 / 64, expected multiples of 16 up to 32 on a GPU"]
+
+
+def test_relative_tables_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the library states for a target; an earlier one does not say, and takes them on the CPU alone."""
+    own = copy.deepcopy(op_limits())
+    targets = own["StofAttention"]["targets"]
+    for target, tables in (("cpu", 4), ("cuda", 3)):
+        for one in targets[target]["types"].values():
+            one["relative_tables"] = tables
+    monkeypatch.setattr("stof.attention.limits.op_limits", lambda: own)
+    of_scores = {"relative_key", "relative_key1", "relative_query", "relative_bias_factor"}
+    assert limits.relative_roles_on(CPU) == {*of_scores, "relative_value"}
+    assert limits.relative_roles_on(CUDA) == of_scores
+    term = replace(problem(), relative_terms=(("relative_query", "k - q", 1, False),))
+    factor = replace(problem(), has_relative_factor=True)
+    value = replace(problem(), relative_terms=(("relative_value", "k - q", 1, False),))
+    assert cost_cuda.refusals(term) == cost_cuda.refusals(factor) == []
+    assert cost_cuda.refusals(value) == ["no kernel on CUDA takes relative_value"]
+    for one in (*targets["cpu"]["types"].values(), *targets["cuda"]["types"].values()):
+        del one["relative_tables"]
+    assert limits.relative_roles_on(CPU) == {*of_scores, "relative_value"}
+    assert limits.relative_roles_on(CUDA) == frozenset()
+    assert cost_cuda.refusals(term) == ["no kernel on CUDA takes relative_query"]
+    assert cost_cuda.refusals(factor) == ["no kernel on CUDA takes relative_bias_factor"]
+
+
+def test_terms_cost_time_on_cuda() -> None:
+    """Over long sequences the kernel with a term is slower than that without by more than the runtime is."""
+    term = replace(problem(), relative_terms=(("relative_key", "k - q", 1, False),))
+    plain, own = (cost_cuda.estimate_gain(p, 8192, cost_cuda.device_of(90)).gain for p in (problem(), term))
+    assert 1 < own < plain
