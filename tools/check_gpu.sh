@@ -157,6 +157,8 @@ if wave 2; then
   suite no-memory 45 CudaRuns
   suite cache 45 CudaMaskCache
   suite fp32-99-KiB 45 CudaFp32 STOF_CUDA_SHARED_KIB=99 STOF_SAMPLE=2
+  suite relative-99-KiB 60 CudaRelativeTermsOfEveryHead STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
+  suite relative-163-KiB 60 CudaRelativeTermsOfEveryHead STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=163
   suite fp32-160-KiB 45 CudaFp32 STOF_CUDA_SHARED_KIB=160 STOF_SAMPLE=3
   suite table-8.0-99-KiB 45 CudaAttentionEquals STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite table-8.0-163-KiB 45 CudaAttentionEquals STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=163
@@ -180,6 +182,9 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80
   suite memcheck-8.0-128-rows 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite memcheck-8.0-99-KiB 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
+  suite memcheck-relative 80 CudaRelativeTermsEqual memcheck STOF_SAMPLE=13
+  suite memcheck-relative-128-rows 80 CudaRelativeTermsEqual memcheck STOF_SAMPLE=29 STOF_CUDA_SM80_ROWS=128
+  suite racecheck-relative 80 CudaRelativeTermsEqual racecheck STOF_SAMPLE=61
   suite memcheck-fp32 80 CudaFp32 memcheck STOF_SAMPLE=11
   suite memcheck-tf32 80 CudaTf32 memcheck STOF_SAMPLE=21
   suite memcheck-rows 80 CudaRowsEqual memcheck STOF_SAMPLE=23

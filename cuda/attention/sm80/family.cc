@@ -21,10 +21,10 @@ KernelTable Find(const KernelProblem& problem) {
   return problem.has_relative_terms ? FindByHeadSize(kRelativeTables, problem) : FindByHeadSize(kTables, problem);
 }
 
-// The stages that fit the device's shared memory with ctas_per_sm CTAs; -1: not even one buffer does.
-int CountStages(const CtaSize& size, const DeviceProperties& device) {
+// The stages that fit the device's shared memory with so many CTAs an SM; -1: not even one buffer does.
+int CountStages(const CtaSize& size, int ctas, const DeviceProperties& device) {
   int stages = size.most_stages;
-  while (stages >= 0 && !FitsSharedMemory(size, stages, size.ctas_per_sm, device)) --stages;
+  while (stages >= 0 && !FitsSharedMemory(size, stages, ctas, device)) --stages;
   return stages;
 }
 
@@ -99,8 +99,12 @@ bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& devic
     return take(size, size.most_stages);
   }
   // Two CTAs of 64 rows overlap their softmax, where an SM has room for both.
-  const int half_stages = CountStages(code.half, device);
-  return half_stages > 0 ? take(code.half, half_stages) : take(code.whole, CountStages(code.whole, device));
+  const int half_stages = CountStages(code.half, code.half.ctas_per_sm, device);
+  if (half_stages > 0) return take(code.half, half_stages);
+  if (code.whole.rows > 0) return take(code.whole, CountStages(code.whole, code.whole.ctas_per_sm, device));
+  // Kernels with relative terms have no other size, and need a buffer for values.
+  const int lone_stages = CountStages(code.half, 1, device);
+  return take(code.half, lone_stages > 0 ? lone_stages : -1);
 }
 
 const KernelFamily kSm80Family = MakeFamily();

@@ -255,9 +255,9 @@ void Adapt(size_t i, RelativeCase* c) {
   base.cuda = true;
   base.shifted = false;
   base.pad_shared = i % 4 == 1;
-  if (base.dtype == DType::kF32) base.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
+  if (base.dtype == DType::kF32 && i % 3 != 0) base.dtype = i % 2 == 0 ? DType::kF16 : DType::kBF16;
   base.spread = std::min(base.spread, 4.0f);
-  base.D = (base.D + 7) / 8 * 8, base.Dv = (base.Dv + 7) / 8 * 8;
+  if (base.dtype != DType::kF32) base.D = (base.D + 7) / 8 * 8, base.Dv = (base.Dv + 7) / 8 * 8;
   base.left = Left::kNothing, base.m = base.n = 0;
   c->value.is_given = false;
 }
@@ -280,7 +280,7 @@ TEST(CudaRelativeTermsOfEveryHeadSize) {
       Case& base = c.base;
       base.B = 2, base.H = 4, base.G = turn % 2 == 0 ? 4 : 2;
       base.S = length, base.T = length + static_cast<int64_t>(turn % 3) * 64, base.D = base.Dv = size;
-      base.dtype = turn % 3 == 0 ? DType::kBF16 : DType::kF16;
+      base.dtype = turn % 3 == 0 ? DType::kBF16 : turn % 3 == 1 ? DType::kF16 : DType::kF32;
       base.mask = static_cast<int>((turn + turn / 10) % 10);
       base.pad = static_cast<Pad>((turn + turn / 5) % 5);
       base.empty_rows = static_cast<EmptyRows>(turn % 4);
@@ -296,7 +296,7 @@ TEST(CudaRelativeTermsOfEveryHeadSize) {
         table.is_shared = (turn + i) % 2 == 0, table.has_further_column = (turn / 2 + i) % 2 == 0;
         table.is_wide = turn % 5 == 0, table.falls = turn % 3 == 0, table.shift = static_cast<int>((turn + i) % 4);
       }
-      Adapt(turn, &c);
+      Adapt(3 * turn, &c);  // keeps fp32
       cases.push_back(c);
       ++turn;
     }
@@ -311,7 +311,7 @@ TEST(CudaRelativeTermsOfEveryLength) {
     RelativeCase c;
     c.base.B = 1, c.base.H = 2, c.base.G = length % 2 + 1, c.base.D = c.base.Dv = length % 3 == 0 ? 64 : 16;
     c.base.S = length, c.base.T = length % 4 == 0 ? length : (length * 7) % 311 + 1;
-    c.base.dtype = length % 2 == 0 ? DType::kF16 : DType::kBF16;
+    c.base.dtype = length % 5 < 2 ? DType::kF16 : length % 5 == 2 ? DType::kBF16 : DType::kF32;
     c.base.mask = length % 5 == 0 ? 3 : 0;
     c.base.offset = c.base.T >= c.base.S && length % 3 == 1;
     for (TableCase* table : {&c.key[0], &c.query}) {
@@ -320,7 +320,7 @@ TEST(CudaRelativeTermsOfEveryLength) {
     }
     if (length % 6 == 1) c.query.is_given = false;
     if (length % 6 == 4) c.key[0].is_given = false;
-    Adapt(static_cast<size_t>(length), &c);
+    Adapt(3 * static_cast<size_t>(length), &c);
     cases.push_back(c);
   }
   RunCases(cases);
@@ -334,7 +334,7 @@ RelativeCase SomeCase() {
   c.key[0].naming = Naming::kBuckets, c.key[0].rows = 100;
   c.key[1].naming = Naming::kGridColumn, c.key[1].rows = 30;
   c.query.naming = Naming::kFalling;
-  Adapt(0, &c);
+  Adapt(1, &c);
   return c;
 }
 
