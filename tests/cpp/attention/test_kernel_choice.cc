@@ -238,13 +238,38 @@ std::string PrintSize(const cuda::AttentionPlan& plan, bool has_one) {
 }
 
 std::string Sm80Size(int head_size, int heads, const cuda::DeviceProperties& device,
-                     cuda::ScoreMod score_mod = cuda::ScoreMod::kNone) {
-  const cuda::KernelTable kernels = Kernels(cuda::KernelRole::kTiled, Problem(head_size, score_mod));
+                     cuda::ScoreMod score_mod = cuda::ScoreMod::kNone, bool has_relative_terms = false) {
+  cuda::KernelProblem problem = Problem(head_size, score_mod);
+  problem.has_relative_terms = has_relative_terms;
+  const cuda::KernelTable kernels = Kernels(cuda::KernelRole::kTiled, problem);
   cuda::AttentionPlan plan;
   plan.kernel = kernels.begin();
   cuda::AttentionParams params;
   params.B = 1, params.H = heads, params.S = 512;  // four tiles a head
   return PrintSize(plan, cuda::ChooseSm80Size(params, device, &plan));
+}
+
+// Only the tiled kernels have relative terms, whatever the problem.
+TEST(KernelChoiceOfRelativeTerms) {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int head_size : {8, 64, 128, 160, 256}) {
+      for (const int64_t queries : {1, 700}) {
+        cuda::KernelProblem problem = Problem(head_size);
+        problem.dtype = dtype, problem.capability = 90;
+        problem.queries = problem.packed_queries = queries;
+        problem.has_relative_terms = true;
+        cuda::KernelTable kernels;
+        for (const auto role : {cuda::KernelRole::kDecode, cuda::KernelRole::kScheduled, cuda::KernelRole::kRowwise}) {
+          CHECK(cuda::FindFamily(role, problem, &kernels) == nullptr);
+        }
+        CHECK(cuda::FindFamily(cuda::KernelRole::kTiled, problem, &kernels) != nullptr && kernels.size() == 1);
+        const std::string name = cuda::KernelName(kernels[0]);
+        CHECK(name == (dtype == DType::kF32 ? "fp32" : "sm80"), name);
+        CHECK(kernels[0].head_size >= head_size);
+      }
+    }
+  }
+  CountCases(30);
 }
 
 TEST(KernelChoicePicksSizesOfCtas) {
@@ -259,6 +284,16 @@ TEST(KernelChoicePicksSizesOfCtas) {
   CHECK(Sm80Size(256, 999, large) == "64 rows, 1 stages", Sm80Size(256, 999, large));
   CHECK(Sm80Size(256, 1, small) == "128 rows, 0 stages", Sm80Size(256, 1, small));
   CHECK(Sm80Size(256, 1, Device(48, 48)) == "none", Sm80Size(256, 1, Device(48, 48)));
+
+  // Relative terms: whole tiles of small heads alone, and one CTA an SM where memory is short.
+  const auto relative_size = [](int head_size, int heads, const cuda::DeviceProperties& device) {
+    return Sm80Size(head_size, heads, device, cuda::ScoreMod::kNone, true);
+  };
+  CHECK(relative_size(64, 100, large) == "128 rows, 2 stages", relative_size(64, 100, large));
+  CHECK(relative_size(96, 999, large) == "64 rows, 2 stages", relative_size(96, 999, large));
+  CHECK(relative_size(256, 999, large) == "64 rows, 1 stages", relative_size(256, 999, large));
+  CHECK(relative_size(256, 1, small) == "64 rows, 1 stages", relative_size(256, 1, small));
+  CHECK(relative_size(256, 1, Device(48, 48)) == "none", relative_size(256, 1, Device(48, 48)));
 
   const auto fp32_size = [](int head_size, int heads, int T, bool has_score_mod, const cuda::DeviceProperties& device) {
     cuda::KernelProblem problem = Problem(head_size);
@@ -278,7 +313,7 @@ TEST(KernelChoicePicksSizesOfCtas) {
   CHECK(fp32_size(256, 66, 64 * 24, false, large) == "64 rows, 1 stages", fp32_size(256, 66, 64 * 24, false, large));
   CHECK(fp32_size(256, 66, 64 * 24, false, small) == "32 rows, 0 stages", fp32_size(256, 66, 64 * 24, false, small));
   CHECK(fp32_size(256, 66, 64 * 24, false, Device(48, 48)) == "none");
-  CountCases(15);
+  CountCases(20);
 }
 
 // Plans for runtimes hold what any run of the same sizes or smaller ones asks for.
