@@ -13,6 +13,7 @@
 #include "cpu/attention/plan.h"
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
+#include "cpu/red_zone.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/mask/columns/key_columns.h"
@@ -28,6 +29,7 @@ struct Layout {
   int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, column_keys = 0, column_values = 0,
           total = 0;
   int64_t scratch_each = 0;
+  std::vector<int64_t> ends;  // of parts, where red zones follow
   int64_t table_rows[kTableCount] = {}, table_further[kTableCount] = {};
 };
 
@@ -42,7 +44,8 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
   Layout layout;
   const auto take = [&layout](int64_t bytes) {
     const int64_t at = layout.total;
-    layout.total += RoundUp(bytes, kLine);
+    if (cpu::kRedZone > 0) layout.ends.push_back(at + bytes);
+    layout.total += RoundUp(bytes, kLine) + cpu::kRedZone;
     return at;
   };
   if (args.mask.pad != nullptr) layout.pad = take(args.shape.B * problem.key_tiles * problem.n / 8);
@@ -74,6 +77,23 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
   layout.scratch = take(layout.scratch_each * threads);
   return layout;
 }
+
+// Red zones behind the parts of a workspace, until the call ends.
+class RedZones {
+ public:
+  RedZones(char* base, const Layout& layout) : base_(base), bytes_(layout.total) {
+    for (const int64_t end : layout.ends) {
+      cpu::ForbidAccess(base + end, RoundUp(end, kLine) - end + cpu::kRedZone);
+    }
+  }
+  ~RedZones() { cpu::AllowAccess(base_, bytes_); }
+  RedZones(const RedZones&) = delete;
+  RedZones& operator=(const RedZones&) = delete;
+
+ private:
+  char* base_;
+  int64_t bytes_;
+};
 
 void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
   const AttentionArgs& args = *problem.args;
@@ -335,6 +355,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   const int threads = std::max(1, parallel.threads);
   const Layout layout = MakeLayout(problem, items, kernels, threads);
   char* base = static_cast<char*>(workspace);
+  const RedZones red_zones(base, layout);
   if (args.mask.pad != nullptr) {
     uint32_t* bits = reinterpret_cast<uint32_t*>(base + layout.pad);
     FillPadBits(problem, bits);

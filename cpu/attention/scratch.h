@@ -8,6 +8,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/attention/register_block.h"
+#include "cpu/red_zone.h"
 #include "cpu/simd/quantized.h"
 
 namespace stof {
@@ -27,7 +28,9 @@ constexpr int kGroupRows = 4, kKeyGroups = 64;
 
 // The memory of one worker.
 struct Scratch {
-  Scratch(const AttentionProblem& problem, void* base) : bytes_(reinterpret_cast<char*>(base)) {
+  // base: nullptr asks for the size alone.
+  Scratch(const AttentionProblem& problem, void* base)
+      : is_sized_alone_(base == nullptr), bytes_(static_cast<char*>(base)) {
     const AttentionArgs& args = *problem.args;
     const int64_t rows = RoundUp(problem.m * problem.packed_heads, problem.in_place ? kInPlaceStrip : kStrip);
     const int64_t words = problem.n / 32;
@@ -117,9 +120,15 @@ struct Scratch {
   template <typename T>
   T* Take(int64_t count) {
     T* result = reinterpret_cast<T*>(bytes_);
-    bytes_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    bytes_ += RoundUp(bytes, 64) + kRedZone;
+    if (kRedZone > 0 && !is_sized_alone_) {
+      char* const end = reinterpret_cast<char*>(result) + bytes;
+      ForbidAccess(end, bytes_ - end);
+    }
     return result;
   }
+  const bool is_sized_alone_;
   char* bytes_;
 };
 

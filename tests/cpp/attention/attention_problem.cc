@@ -381,8 +381,10 @@ std::vector<double> DrawSink(const Case& c, Random* random) {
 }
 
 void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* output, const std::string& where) {
-  double largest = 0;
+  double largest = 0, relative = 0;
   for (const double value : dense.value) largest = std::max(largest, std::abs(value));
+  for (const double value : dense.relative_value.values) relative = std::max(relative, std::abs(value));
+  largest += relative;
   output->ForEach([&](char* at, size_t i) {
     const auto row = static_cast<int64_t>(i) / c.Dv;
     const auto place = [&] {

@@ -122,11 +122,11 @@ class RowWriter {
         sizes_[static_cast<size_t>(j)] = 0;
         continue;
       }
-      score = p_.scale *
-              Dot(&p_.query[static_cast<size_t>(row_ * p_.D)], &p_.key[static_cast<size_t>((keys_ + j) * p_.D)], p_.D);
-      double size =
-          std::abs(p_.scale) * query_norms_[static_cast<size_t>(row_)] * key_norms_[static_cast<size_t>(keys_ + j)] +
-          std::sqrt(static_cast<double>(p_.D)) / 2 * std::abs(score);
+      score = Dot(&p_.query[static_cast<size_t>(row_ * p_.D)], &p_.key[static_cast<size_t>((keys_ + j) * p_.D)], p_.D);
+      double size = query_norms_[static_cast<size_t>(row_)] * key_norms_[static_cast<size_t>(keys_ + j)];
+      AddTerms(j, &score, &size);
+      score *= p_.scale;
+      size = std::abs(p_.scale) * size + std::sqrt(static_cast<double>(p_.D)) / 2 * std::abs(score);
       if (p_.softcap > 0) {
         score = p_.softcap * std::tanh(score / p_.softcap);
         size = std::min(size, 2 * p_.softcap) + p_.softcap;
@@ -144,6 +144,22 @@ class RowWriter {
     return any;
   }
 
+  // Adds the products with tables of relative positions to the score of key j, and how large they may be to its size.
+  void AddTerms(int64_t j, double* score, double* size) const {
+    const auto add = [&](const DenseTable& table, const std::vector<double>& rows, int64_t row, double norm) {
+      if (table.values.empty()) return;
+      const double* const at = table.At(row_ / p_.S % p_.H, row_ % p_.S * p_.T + j);
+      *score += Dot(&rows[static_cast<size_t>(row * p_.D)], at, p_.D);
+      *size += norm * std::sqrt(Dot(at, at, p_.D));
+      if (table.columns == p_.D) return;
+      *score += at[p_.D];
+      *size += std::abs(at[p_.D]);
+    };
+    const double query = query_norms_[static_cast<size_t>(row_)];
+    for (const DenseTable& table : p_.relative_key) add(table, p_.query, row_, query);
+    add(p_.relative_query, p_.key, keys_ + j, key_norms_[static_cast<size_t>(keys_ + j)]);
+  }
+
   // Returns the LSE.
   double Average(double* output, double* magnitude) {
     double top = sink_;
@@ -158,6 +174,9 @@ class RowWriter {
       *magnitude += weight * sizes_[static_cast<size_t>(j)];
       const double* value = &p_.value[static_cast<size_t>((keys_ + j) * p_.Dv)];
       for (int64_t d = 0; d < p_.Dv; ++d) output[d] += weight * value[d];
+      if (p_.relative_value.values.empty()) continue;
+      const double* const relative = p_.relative_value.At(row_ / p_.S % p_.H, row_ % p_.S * p_.T + j);
+      for (int64_t d = 0; d < p_.Dv; ++d) output[d] += weight * relative[d];
     }
     for (int64_t d = 0; d < p_.Dv; ++d) output[d] /= sum;
     *magnitude /= sum;

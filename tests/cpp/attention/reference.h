@@ -18,6 +18,17 @@ void StoreFloat(DType dtype, double value, void* target);
 // value as dtype holds it.
 double Rounded(DType dtype, double value);
 
+// A table of relative positions: [heads, rows, columns], and the row that each pair names, [S, T].
+struct DenseTable {
+  std::vector<double> values;  // empty: none
+  int64_t heads = 1, rows = 0, columns = 0;
+  std::vector<int32_t> row;
+  // The row of a pair for head h.
+  const double* At(int64_t h, int64_t pair) const {
+    return &values[static_cast<size_t>(((heads == 1 ? 0 : h) * rows + row[static_cast<size_t>(pair)]) * columns)];
+  }
+};
+
 // One problem, dense and row-major.
 struct Dense {
   int64_t B = 1, H = 1, G = 1, S = 0, T = 0, D = 0, Dv = 0;
@@ -27,6 +38,7 @@ struct Dense {
   std::vector<double> bias;      // [B, H, S, T] or empty
   std::vector<uint8_t> allowed;  // [B, H, S, T], by mask and padding
   std::vector<double> sink;      // [H] or empty
+  DenseTable relative_key[2], relative_query, relative_value;
   double scale = 1, softcap = 0;
   EmptyRows empty_rows = EmptyRows::kZero;
   // Not 0: scores are rounded to fp32, where they are exact but for overflow, and add to the tolerance of their rows
