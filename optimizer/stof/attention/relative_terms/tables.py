@@ -8,6 +8,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.bias_input import append_fp32_node
+from stof.attention.relative_terms.narrowed_rows import narrow_rows
 from stof.graph.editor import Editor
 from stof.mask.site import AttentionSite, BiasFactor, LiftedMask, RelativeTable, RelativeTerm
 from stof.symbolic import Symbolic
@@ -16,10 +17,10 @@ _SAME = 1e-7  # a factor that differs from 1 by rounding of the graph's own numb
 
 
 def build_tables(
-    editor: Editor, symbolic: Symbolic, mask: LiftedMask, dtype: int, columns: int, extra: list[gs.Node]
+    editor: Editor, symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, extra: list[gs.Node]
 ) -> dict[str, gs.Tensor]:
     """The tables of a site's relative terms by role; nodes that compute them are appended to ``extra``."""
-    return {t.role: _build_table(editor, symbolic, t, (dtype, columns), extra) for t in mask.relative_terms}
+    return {t.role: _build_table(editor, symbolic, site, t, extra) for t in mask.relative_terms}
 
 
 def relative_index_of(mask: LiftedMask) -> str:
@@ -53,9 +54,13 @@ def build_factor(
     return tensor
 
 
-def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:
+def compute_table(term: RelativeTerm, rows: np.ndarray, queries: int, keys: int) -> np.ndarray:
     """What a call's nodes make of the tensor of rows, for tests of the call alone."""
     table = term.table
+    if table.rows is not None:
+        chosen: list[slice] = [slice(None)] * rows.ndim
+        chosen[table.row_axis] = slice(*table.rows.limits(queries, keys))
+        rows = rows[tuple(chosen)]
     axes = [a for a in (table.head_axis, table.row_axis, table.column_axis) if a is not None]
     others = [a for a in range(rows.ndim) if a not in axes]
     array = np.transpose(rows, [*others, *axes]).reshape(-1, *(rows.shape[a] for a in axes))
@@ -70,17 +75,18 @@ def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:
 
 
 def _build_table(
-    editor: Editor, symbolic: Symbolic, term: RelativeTerm, wanted: tuple[int, int], extra: list[gs.Node]
+    editor: Editor, symbolic: Symbolic, site: AttentionSite, term: RelativeTerm, extra: list[gs.Node]
 ) -> gs.Tensor:
-    """One table; ``wanted``: the operator's element type, and D."""
-    table = term.table
-    dtype, columns = wanted
-    data = table.rows_array(columns)
+    table, dtype = term.table, site.dtype
+    data = table.rows_array(site.head_size)
     if data is not None:
         tensor, own = editor.initializer("stof_relative_rows", data[None].copy()), int(TensorProto.FLOAT)
     else:
         own = symbolic.dtype(table.tensor)
-        tensor = _lay_out(editor, symbolic, table, editor.tensors[table.tensor], own, extra)
+        rows = editor.tensors[table.tensor]
+        if table.rows is not None:
+            rows = narrow_rows(editor, symbolic, site, table, table.rows, extra)
+        tensor = _lay_out(editor, symbolic, table, rows, own, extra)
     shift = table.shift_array()
     is_scaled = abs(table.factor - 1.0) > _SAME
     if own != TensorProto.FLOAT and (is_scaled or shift is not None or own != dtype):

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some rows of a relative table, computed from as many rows of what the table is made of.
+
+The nodes behind a table mostly work row by row: positions, their sines, a MatMul by weights, moves of axes. Copies of them
+compute the rows that a window reads, so that no tensor has as many rows as the graph's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from stof.attention.relative_terms.row_axes import REGROUPING, Cut, cuts_of_inputs
+from stof.attention.shape_sources import ShapeSources
+from stof.graph.editor import Editor
+from stof.graph.node_fields import attributes_of
+from stof.mask.site import AttentionSite, RelativeTable, RowRange
+from stof.symbolic import Int, Symbolic
+
+_INT64 = int(TensorProto.INT64)
+
+
+def narrow_rows(
+    editor: Editor,
+    symbolic: Symbolic,
+    site: AttentionSite,
+    table: RelativeTable,
+    rows: RowRange,
+    extra: list[gs.Node],
+) -> gs.Tensor:
+    """The tensor of a table with some of its rows, and one element along each axis that is read at 0.
+
+    Nodes are appended to ``extra``.
+    """
+    axes = (table.row_axis, table.head_axis, table.column_axis)
+    shape = symbolic.shape(table.tensor) or ()
+    firsts = frozenset(a for a in range(len(shape)) if a not in axes)
+    limits = _Limits(editor, symbolic, site, extra).make(rows)
+    return _NarrowedRows(editor, symbolic, limits, extra).make(
+        editor.tensors[table.tensor], Cut(table.row_axis, firsts)
+    )
+
+
+class _Limits:
+    """The limits of a range of rows as tensors [1]."""
+
+    def __init__(self, editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> None:
+        self.editor, self.extra, self.site = editor, extra, site
+        self.symbolic = symbolic
+        self.sources = ShapeSources(editor.model, symbolic)
+
+    def make(self, rows: RowRange) -> tuple[gs.Tensor, gs.Tensor]:
+        """The first row, and the one behind the last."""
+        _, _, queries_size, keys_size = self.site.dims
+        queries = self._size(queries_size)
+        keys = queries if keys_size == queries_size else self._size(keys_size)
+        middle = self._number(rows.offset)
+        for size, factor in ((queries, rows.of_queries), (keys, rows.of_keys)):
+            if factor:
+                scaled = size if factor == 1 else self._add("Mul", size, self._number(factor))
+                middle = self._add("Add", middle, scaled)
+        first = self._add("Max", self._add("Sub", middle, self._number(rows.before)), self._number(0))
+        longest = queries if queries is keys else self._add("Max", queries, keys)
+        after = self._add("Min", longest, self._number(rows.after))
+        end = self._add("Add", self._add("Add", middle, self._number(1)), after)
+        return first, self._add("Max", end, self._number(1))
+
+    def _size(self, size: Int) -> gs.Tensor:
+        """A size of the scores, of graph inputs where it can be: so layers' limits are equal."""
+        found = self.sources.find_size(size, (self.site.query.tensor, self.site.key.tensor))
+        assert found is not None  # query and key have these axes
+        if isinstance(found, int):
+            return self._number(found)
+        tensor, axis, factor = found
+        shape = self._add("Shape", self.editor.tensors[tensor])
+        one = self._add("Gather", shape, self._number(axis))
+        return one if factor == 1 else self._add("Mul", one, self._number(factor))
+
+    def _number(self, number: int) -> gs.Tensor:
+        return self.editor.initializer("stof_rows_number", np.array([number], np.int64))
+
+    def _add(self, op: str, *inputs: gs.Tensor) -> gs.Tensor:
+        out = self.editor.variable(f"stof_rows_{op.lower()}", _INT64)
+        self.extra.append(self.editor.node(op, out.name, list(inputs), [out]))
+        return out
+
+
+class _NarrowedRows:
+    """Copies of nodes for some rows of what they compute."""
+
+    def __init__(
+        self, editor: Editor, symbolic: Symbolic, limits: tuple[gs.Tensor, gs.Tensor], extra: list[gs.Node]
+    ) -> None:
+        self.editor, self.symbolic, self.limits, self.extra = editor, symbolic, limits, extra
+        self._made: dict[tuple[str, Cut], gs.Tensor] = {}
+
+    def make(self, tensor: gs.Tensor, cut: Cut) -> gs.Tensor:
+        """The elements of a tensor that a cut leaves."""
+        key = (tensor.name, cut)
+        if key not in self._made:
+            producer = self.editor.producer(tensor.name)
+            node = None if producer is None else self.editor.protos.get(id(producer))
+            cuts = None if node is None else cuts_of_inputs(self.symbolic, node, cut)
+            if node is None or cuts is None:
+                self._made[key] = self._slice(tensor, cut)
+            else:
+                whole = [self.editor.tensors[n] if n else gs.Variable.empty() for n in node.input]
+                inputs = [t if c is None else self.make(t, c) for t, c in zip(whole, cuts, strict=True)]
+                self._made[key] = self._copy(node, inputs, cut)
+        return self._made[key]
+
+    def _copy(self, node: onnx.NodeProto, inputs: list[gs.Tensor], cut: Cut) -> gs.Tensor:
+        """A node's result for other inputs."""
+        output = self.editor.tensors[node.output[0]]
+        shape = self.symbolic.shape(output.name) or ()
+        if node.op_type == "Slice" and (copied := self._copy_slice(node, inputs, cut)) is not None:
+            return copied
+        if node.op_type in REGROUPING:
+            sizes = [-1 if a == cut.row else 1 if a in cut.firsts else shape[a].constant for a in range(len(shape))]
+            return self._add(output, "Reshape", [inputs[0], self._numbers(sizes)])
+        if node.op_type == "Expand":
+            missing = len(shape) - len(self.symbolic.shape(node.input[0]) or ())
+            return self._add(output, "Unsqueeze", [inputs[0], self._numbers(range(missing))]) if missing else inputs[0]
+        return self._add(output, node.op_type, inputs, **attributes_of(node))
+
+    def _copy_slice(self, node: onnx.NodeProto, inputs: list[gs.Tensor], cut: Cut) -> gs.Tensor | None:
+        """The input, which holds the rows of a Slice along rows already; None for one along other axes."""
+        value = self.symbolic.value(node.input[3]) if len(node.input) > 3 else None
+        axes = None if value is None else value.elements()
+        rank = len(self.symbolic.shape(node.output[0]) or ())
+        known = list(range(rank)) if axes is None else [a.constant for a in axes if isinstance(a, Int)]
+        is_of_rows = [a % rank for a in known if a is not None] == [cut.row]
+        return inputs[0] if is_of_rows else None
+
+    def _slice(self, tensor: gs.Tensor, cut: Cut) -> gs.Tensor:
+        if not cut.axes:
+            return tensor
+        first, end = self.limits
+        for name in cut.shift:
+            first, end = (self._add(limit, "Add", [limit, self.editor.tensors[name]]) for limit in (first, end))
+        zero, one = self._numbers([0]), self._numbers([1])
+        limits = [[first if a == cut.row else zero for a in cut.axes], [end if a == cut.row else one for a in cut.axes]]
+        joined = [x[0] if len(x) == 1 else self._add(first, "Concat", x, axis=0) for x in limits]
+        return self._add(tensor, "Slice", [tensor, *joined, self._numbers(cut.axes)])
+
+    def _numbers(self, numbers: Sequence[int | None] | range) -> gs.Tensor:
+        return self.editor.initializer("stof_rows_numbers", np.array(list(numbers), np.int64))
+
+    def _add(self, like: gs.Tensor, op: str, inputs: list[gs.Tensor], **attributes: object) -> gs.Tensor:
+        """The result of a new node, of the same type as another tensor."""
+        dtype = self.symbolic.dtype(like.name) or _INT64
+        out = self.editor.variable(f"stof_rows_{op.lower()}", dtype)
+        self.extra.append(self.editor.node(op, out.name, inputs, [out], **attributes))
+        return out
