@@ -156,4 +156,4 @@ def test_rows_of_inputs_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stored_names() -> None:
     """Each stored graph of relative terms is in the manifest."""
-    assert len([n for n in build.names() if n.startswith("relative/")]) == 17
+    assert len([n for n in build.names() if n.startswith("relative/")]) == 19

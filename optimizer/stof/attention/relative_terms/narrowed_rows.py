@@ -18,83 +18,62 @@ from stof.attention.relative_terms.row_axes import REGROUPING, Cut, cuts_of_inpu
 from stof.attention.shape_sources import ShapeSources
 from stof.graph.editor import Editor
 from stof.graph.node_fields import attributes_of
-from stof.mask.site import AttentionSite, RelativeTable, RowRange
+from stof.mask.site import AttentionSite, RowRange
 from stof.symbolic import Int, Symbolic
 
 _INT64 = int(TensorProto.INT64)
 
 
-def narrow_rows(
-    editor: Editor,
-    symbolic: Symbolic,
-    site: AttentionSite,
-    table: RelativeTable,
-    rows: RowRange,
-    extra: list[gs.Node],
-) -> gs.Tensor:
-    """The tensor of a table with some of its rows, and one element along each axis that is read at 0.
-
-    Nodes are appended to ``extra``.
-    """
-    axes = (table.row_axis, table.head_axis, table.column_axis)
-    shape = symbolic.shape(table.tensor) or ()
-    firsts = frozenset(a for a in range(len(shape)) if a not in axes)
-    limits = _Limits(editor, symbolic, site, extra).make(rows)
-    return _NarrowedRows(editor, symbolic, limits, extra).make(
-        editor.tensors[table.tensor], Cut(table.row_axis, firsts)
-    )
+Limits = tuple[gs.Tensor, gs.Tensor]  # the first row, and the one behind the last: int64 [1]
 
 
-class _Limits:
-    """The limits of a range of rows as tensors [1]."""
+def build_limits(
+    editor: Editor, symbolic: Symbolic, site: AttentionSite, rows: RowRange, extra: list[gs.Node]
+) -> Limits:
+    """The limits of a range of rows; nodes are appended to ``extra``."""
+    sources = ShapeSources(editor.model, symbolic)
 
-    def __init__(self, editor: Editor, symbolic: Symbolic, site: AttentionSite, extra: list[gs.Node]) -> None:
-        self.editor, self.extra, self.site = editor, extra, site
-        self.symbolic = symbolic
-        self.sources = ShapeSources(editor.model, symbolic)
+    def add(op: str, *inputs: gs.Tensor) -> gs.Tensor:
+        out = editor.variable(f"stof_rows_{op.lower()}", _INT64)
+        extra.append(editor.node(op, out.name, list(inputs), [out]))
+        return out
 
-    def make(self, rows: RowRange) -> tuple[gs.Tensor, gs.Tensor]:
-        """The first row, and the one behind the last."""
-        _, _, queries_size, keys_size = self.site.dims
-        queries = self._size(queries_size)
-        keys = queries if keys_size == queries_size else self._size(keys_size)
-        middle = self._number(rows.offset)
-        for size, factor in ((queries, rows.of_queries), (keys, rows.of_keys)):
-            if factor:
-                scaled = size if factor == 1 else self._add("Mul", size, self._number(factor))
-                middle = self._add("Add", middle, scaled)
-        first = self._add("Max", self._add("Sub", middle, self._number(rows.before)), self._number(0))
-        longest = queries if queries is keys else self._add("Max", queries, keys)
-        after = self._add("Min", longest, self._number(rows.after))
-        end = self._add("Add", self._add("Add", middle, self._number(1)), after)
-        return first, self._add("Max", end, self._number(1))
+    def number(value: int) -> gs.Tensor:
+        return editor.initializer("stof_rows_number", np.array([value], np.int64))
 
-    def _size(self, size: Int) -> gs.Tensor:
+    def size_of(size: Int) -> gs.Tensor:
         """A size of the scores, of graph inputs where it can be: so layers' limits are equal."""
-        found = self.sources.find_size(size, (self.site.query.tensor, self.site.key.tensor))
+        found = sources.find_size(size, (site.query.tensor, site.key.tensor))
         assert found is not None  # query and key have these axes
         if isinstance(found, int):
-            return self._number(found)
+            return number(found)
         tensor, axis, factor = found
-        shape = self._add("Shape", self.editor.tensors[tensor])
-        one = self._add("Gather", shape, self._number(axis))
-        return one if factor == 1 else self._add("Mul", one, self._number(factor))
+        one = add("Gather", add("Shape", editor.tensors[tensor]), number(axis))
+        return one if factor == 1 else add("Mul", one, number(factor))
 
-    def _number(self, number: int) -> gs.Tensor:
-        return self.editor.initializer("stof_rows_number", np.array([number], np.int64))
+    queries = size_of(site.dims[2])
+    keys = queries if site.dims[3] == site.dims[2] else size_of(site.dims[3])
+    middle = number(rows.offset)
+    for size, factor in ((queries, rows.of_queries), (keys, rows.of_keys)):
+        if factor:
+            middle = add("Add", middle, size if factor == 1 else add("Mul", size, number(factor)))
+    first = add("Max", add("Sub", middle, number(rows.before)), number(0))
+    longest = queries if queries is keys else add("Max", queries, keys)
+    end = add("Add", add("Add", middle, number(1)), add("Min", longest, number(rows.after)))
+    return first, add("Max", end, number(1))
 
-    def _add(self, op: str, *inputs: gs.Tensor) -> gs.Tensor:
-        out = self.editor.variable(f"stof_rows_{op.lower()}", _INT64)
-        self.extra.append(self.editor.node(op, out.name, list(inputs), [out]))
-        return out
+
+def narrow_rows(
+    editor: Editor, symbolic: Symbolic, tensor: str, cut: Cut, limits: Limits, extra: list[gs.Node]
+) -> gs.Tensor:
+    """The elements of a tensor that a cut leaves, the rows being those within limits; nodes are appended to ``extra``."""
+    return _NarrowedRows(editor, symbolic, limits, extra).make(editor.tensors[tensor], cut)
 
 
 class _NarrowedRows:
     """Copies of nodes for some rows of what they compute."""
 
-    def __init__(
-        self, editor: Editor, symbolic: Symbolic, limits: tuple[gs.Tensor, gs.Tensor], extra: list[gs.Node]
-    ) -> None:
+    def __init__(self, editor: Editor, symbolic: Symbolic, limits: Limits, extra: list[gs.Node]) -> None:
         self.editor, self.symbolic, self.limits, self.extra = editor, symbolic, limits, extra
         self._made: dict[tuple[str, Cut], gs.Tensor] = {}
 

@@ -8,7 +8,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.bias_input import append_fp32_node
-from stof.attention.relative_terms.narrowed_rows import narrow_rows
+from stof.attention.relative_terms.narrowed_rows import build_limits, narrow_rows
+from stof.attention.relative_terms.row_axes import Cut
 from stof.graph.editor import Editor
 from stof.mask.site import AttentionSite, BiasFactor, LiftedMask, RelativeTable, RelativeTerm
 from stof.symbolic import Symbolic
@@ -85,7 +86,8 @@ def _build_table(
         own = symbolic.dtype(table.tensor)
         rows = editor.tensors[table.tensor]
         if table.rows is not None:
-            rows = narrow_rows(editor, symbolic, site, table, table.rows, extra)
+            limits = build_limits(editor, symbolic, site, table.rows, extra)
+            rows = narrow_rows(editor, symbolic, table.tensor, _cut_of(symbolic, table), limits, extra)
         tensor = _lay_out(editor, symbolic, table, rows, own, extra)
     shift = table.shift_array()
     is_scaled = abs(table.factor - 1.0) > _SAME
@@ -102,6 +104,13 @@ def _build_table(
         tensor = append_fp32_node(editor, extra, "Expand", [tensor, heads])
     product = append_fp32_node(editor, extra, "MatMul", [tensor, column])
     return append_fp32_node(editor, extra, "Concat", [tensor, product], axis=2)
+
+
+def _cut_of(symbolic: Symbolic, table: RelativeTable) -> Cut:
+    """The rows of a table, and the first elements along the axes that are read at 0."""
+    axes = (table.row_axis, table.head_axis, table.column_axis)
+    rank = len(symbolic.shape(table.tensor) or ())
+    return Cut(table.row_axis, frozenset(a for a in range(rank) if a not in axes))
 
 
 def _lay_out(
