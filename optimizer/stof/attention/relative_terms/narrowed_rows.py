@@ -64,7 +64,7 @@ def build_limits(
 
 
 def narrow_rows(
-    editor: Editor, symbolic: Symbolic, tensor: str, cut: Cut, limits: Limits, extra: list[gs.Node]
+    editor: Editor, symbolic: Symbolic, tensor: str, cut: Cut, limits: Limits | None, extra: list[gs.Node]
 ) -> gs.Tensor:
     """The elements of a tensor that a cut leaves, the rows being those within limits; nodes are appended to ``extra``."""
     return _NarrowedRows(editor, symbolic, limits, extra).make(editor.tensors[tensor], cut)
@@ -73,7 +73,7 @@ def narrow_rows(
 class _NarrowedRows:
     """Copies of nodes for some rows of what they compute."""
 
-    def __init__(self, editor: Editor, symbolic: Symbolic, limits: Limits, extra: list[gs.Node]) -> None:
+    def __init__(self, editor: Editor, symbolic: Symbolic, limits: Limits | None, extra: list[gs.Node]) -> None:
         self.editor, self.symbolic, self.limits, self.extra = editor, symbolic, limits, extra
         self._made: dict[tuple[str, Cut], gs.Tensor] = {}
 
@@ -99,7 +99,8 @@ class _NarrowedRows:
         if node.op_type == "Slice" and (copied := self._copy_slice(node, inputs, cut)) is not None:
             return copied
         if node.op_type in REGROUPING:
-            sizes = [-1 if a == cut.row else 1 if a in cut.firsts else shape[a].constant for a in range(len(shape))]
+            whole = [-1 if size.constant is None else size.constant for size in shape]
+            sizes = [-1 if a == cut.row else 1 if a in cut.firsts else size for a, size in enumerate(whole)]
             return self._add(output, "Reshape", [inputs[0], self._numbers(sizes)])
         if node.op_type == "Expand":
             missing = len(shape) - len(self.symbolic.shape(node.input[0]) or ())
@@ -118,15 +119,16 @@ class _NarrowedRows:
     def _slice(self, tensor: gs.Tensor, cut: Cut) -> gs.Tensor:
         if not cut.axes:
             return tensor
-        first, end = self.limits
-        for name in cut.shift:
-            first, end = (self._add(limit, "Add", [limit, self.editor.tensors[name]]) for limit in (first, end))
         zero, one = self._numbers([0]), self._numbers([1])
-        limits = [[first if a == cut.row else zero for a in cut.axes], [end if a == cut.row else one for a in cut.axes]]
-        joined = [x[0] if len(x) == 1 else self._add(first, "Concat", x, axis=0) for x in limits]
+        joined = []
+        for limit, of_first in zip(self.limits or (zero, one), (zero, one), strict=True):
+            for name in cut.shift:
+                limit = self._add(limit, "Add", [limit, self.editor.tensors[name]])
+            limits = [limit if a == cut.row else of_first for a in cut.axes]
+            joined.append(limits[0] if len(limits) == 1 else self._add(limit, "Concat", limits, axis=0))
         return self._add(tensor, "Slice", [tensor, *joined, self._numbers(cut.axes)])
 
-    def _numbers(self, numbers: Sequence[int | None] | range) -> gs.Tensor:
+    def _numbers(self, numbers: Sequence[int] | range) -> gs.Tensor:
         return self.editor.initializer("stof_rows_numbers", np.array(list(numbers), np.int64))
 
     def _add(self, like: gs.Tensor, op: str, inputs: list[gs.Tensor], **attributes: object) -> gs.Tensor:

@@ -117,7 +117,8 @@ def _aligned(rank: int, whole: int) -> dict[int, int]:
 def _regrouped(source: Shape, result: Shape, cut: Cut) -> AxisMap | None:
     """The axes of a result that a regrouping leaves whole; None where one that is cut is none, or its sizes are not known."""
     groups = regroup(whole_axes(source), result)
-    if groups is None or any(d.constant is None for a, d in enumerate(result) if a not in cut.axes):
+    unknown = [a for a, size in enumerate(result) if size.constant is None and a not in cut.axes]
+    if groups is None or len(unknown) > (cut.row is None):  # a Reshape finds one size by itself
         return None
     moved = {}
     for axis, group in enumerate(groups):

@@ -13,6 +13,7 @@ from stof.attention.relative_terms.row_axes import Cut
 from stof.graph.editor import Editor
 from stof.mask.site import AttentionSite, BiasFactor, LiftedMask, RelativeTable, RelativeTerm
 from stof.symbolic import Symbolic
+from stof.symbolic.axis_atoms import ONE
 
 _SAME = 1e-7  # a factor that differs from 1 by rounding of the graph's own numbers
 
@@ -84,10 +85,8 @@ def _build_table(
         tensor, own = editor.initializer("stof_relative_rows", data[None].copy()), int(TensorProto.FLOAT)
     else:
         own = symbolic.dtype(table.tensor)
-        rows = editor.tensors[table.tensor]
-        if table.rows is not None:
-            limits = build_limits(editor, symbolic, site, table.rows, extra)
-            rows = narrow_rows(editor, symbolic, table.tensor, _cut_of(symbolic, table), limits, extra)
+        limits = None if table.rows is None else build_limits(editor, symbolic, site, table.rows, extra)
+        rows = narrow_rows(editor, symbolic, table.tensor, _cut_of(symbolic, table), limits, extra)
         tensor = _lay_out(editor, symbolic, table, rows, own, extra)
     shift = table.shift_array()
     is_scaled = abs(table.factor - 1.0) > _SAME
@@ -107,10 +106,11 @@ def _build_table(
 
 
 def _cut_of(symbolic: Symbolic, table: RelativeTable) -> Cut:
-    """The rows of a table, and the first elements along the axes that are read at 0."""
+    """The rows that the operand has, if not all, and the first elements along the axes that are read at 0."""
     axes = (table.row_axis, table.head_axis, table.column_axis)
-    rank = len(symbolic.shape(table.tensor) or ())
-    return Cut(table.row_axis, frozenset(a for a in range(rank) if a not in axes))
+    shape = symbolic.shape(table.tensor) or ()
+    firsts = frozenset(a for a, size in enumerate(shape) if a not in axes and size != ONE)
+    return Cut(None if table.rows is None else table.row_axis, firsts)
 
 
 def _lay_out(
@@ -125,12 +125,10 @@ def _lay_out(
         return out
 
     rank = len(symbolic.shape(table.tensor) or ())
-    for axis in reversed(range(rank)):
-        if axis not in axes:  # batches share the rows
-            tensor = add(
-                "Gather", [tensor, editor.initializer("stof_relative_first", np.array(0, np.int64))], axis=axis
-            )
-            axes = [a - 1 if a is not None and a > axis else a for a in axes]
+    others = [a for a in range(rank) if a not in axes]  # of size 1: batches share the rows
+    if others:
+        tensor = add("Squeeze", [tensor, editor.initializer("stof_relative_first", np.array(others, np.int64))])
+        axes = [a if a is None else a - sum(o < a for o in others) for a in axes]
     kept = [a for a in axes if a is not None]
     if kept != sorted(kept):
         tensor = add("Transpose", [tensor], perm=kept)
