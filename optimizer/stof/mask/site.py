@@ -217,6 +217,28 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class RowRange:
+    """The rows of a table that the pairs of a static window read, around the row that a query and the key at its position read.
+
+    Attributes:
+        of_queries: times S, ``of_keys`` times T and ``offset`` are the number of that row.
+        before: rows in front of it.
+        after: rows behind it; pairs are never more than S or T apart.
+    """
+
+    of_queries: int
+    of_keys: int
+    offset: int
+    before: int
+    after: int
+
+    def limits(self, queries: int, keys: int) -> tuple[int, int]:
+        """The first row, and the one behind the last, for S queries and T keys."""
+        middle = self.of_queries * queries + self.of_keys * keys + self.offset
+        return max(middle - self.before, 0), max(middle + 1 + min(self.after, max(queries, keys)), 1)
+
+
+@dataclass(frozen=True)
 class RelativeTable:
     """A tensor of rows by relative position, and how it becomes an operand [H or 1, L, D or D + 1].
 
@@ -230,6 +252,7 @@ class RelativeTable:
             its product with the rows is column D + 1. Empty: there is none.
         shift_heads: H or 1.
         data: the rows themselves, fp32 [L, D], where the graph holds them for pairs alone; ``tensor`` is no part then.
+        rows: those that the operand has; None: all.
     """
 
     tensor: str
@@ -240,6 +263,7 @@ class RelativeTable:
     shift: bytes = b""
     shift_heads: int = 1
     data: bytes = b""
+    rows: RowRange | None = None
 
     def rows_array(self, columns: int) -> np.ndarray | None:
         """The rows as an array [L, ``columns``], where they are data."""

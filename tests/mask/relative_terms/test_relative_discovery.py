@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -16,6 +18,9 @@ from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.function_body import OP
 from stof.attention.subgraphs import Scope, find_scopes
+from stof.mask.empty_rows.weaker_rows import strictest_mask, weaker_mask
+from stof.mask.expression import MaskExpression
+from stof.mask.site import WeakerMasks
 from stof.options import Options
 
 ROLES = frozenset({"relative_key", "relative_key1", "relative_query"})
@@ -29,6 +34,8 @@ FOUND = {
     "relative/parakeet.torchscript.eager": {"relative_key": "k - q + S - 1"},
     "relative/parakeet.dynamo.eager": {"relative_key": "k - q + S - 1"},
     "zoo/xlnet.torchscript.eager": {"relative_key": "k - q + S"},
+    # The mask is applied to the weights as well.
+    "zoo/sew-d.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/wav2vec2-bert.dynamo.eager": {"relative_key": "min(max(k - q, -12), 4) + 12"},
     "relative/speecht5.torchscript.eager": {"relative_key": "table0"},
     "relative/vitdet.torchscript.eager": {
@@ -115,6 +122,21 @@ def test_layers_share_a_table_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(t) for t in tables] == [1]
 
 
+@pytest.mark.parametrize("keeps_scores", [True, False])
+def test_tables_of_rows_stay_beside_weaker_masks(keeps_scores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes of a site read the table that an index names, or the second one has no term."""
+    _, described = describe(fill_graph("relative/deberta-v3.torchscript.eager"), monkeypatch, ROLES)
+    found = described[0].mask
+    assert found is not None
+    assert [name for name, *_ in found.tables] == ["table0"]
+    mask = replace(found, weaker=WeakerMasks((MaskExpression.parse("k <= q"),), keeps_scores))
+    assert strictest_mask(mask).tables == found.tables
+    assert strictest_mask(mask).relative_terms == found.relative_terms
+    second = weaker_mask(described[0].site, mask)
+    assert second.relative_terms == (found.relative_terms if keeps_scores else ())
+    assert second.tables == (found.tables if keeps_scores else ())
+
+
 @pytest.mark.parametrize(
     "roles",
     [frozenset(), frozenset({"relative_bias_factor"}), frozenset({"relative_key"})],
@@ -156,4 +178,4 @@ def test_rows_of_inputs_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stored_names() -> None:
     """Each stored graph of relative terms is in the manifest."""
-    assert len([n for n in build.names() if n.startswith("relative/")]) == 17
+    assert len([n for n in build.names() if n.startswith("relative/")]) == 19

@@ -27,6 +27,7 @@ from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.relative_terms.factor import FACTOR_ROLE, with_factor
 from stof.mask.relative_terms.lift import with_relative_terms, without_relative_terms
+from stof.mask.relative_terms.narrow import narrow_tables
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, MaskTerm, NoteReason, Operand
 from stof.mask.stated_masks import state
 from stof.options import Options
@@ -126,6 +127,7 @@ class SiteDescriber:
             if isinstance(error, GuardError) and site.unguarded is not None:
                 raise
             return DescribedSite(site, row, entry, reason=str(error), step=step)
+        mask = narrow_tables(self.symbolic, site, mask)
         problem = SiteProblem.of(site, mask)
         return DescribedSite(site, row, entry, mask, problem, ignores_rows=self._ignores_rows(site))
 
