@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arena from which a session of ONNX Runtime takes its tensors, and how much of it a run touches.
 
-An allocation takes the smallest free chunk that holds it; a chunk twice as large is split. Chunks that are free and lie
-beside each other become one. Where none fits, the arena gets a region of the next power of two. A page counts from the
-first time that it is written to: the arena gives nothing back during a run.
+An allocation takes the smallest free chunk that holds it, of chunks of one size that at the lowest address; a chunk twice as
+large is split. Chunks that are free and lie beside each other become one. Where none fits, the arena gets a region of the
+next power of two. The system maps each region below the one before. A page counts from the first time that it is written
+to: the arena gives nothing back during a run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class ArenaChunk:
     """A part of a region.
 
     Attributes:
-        region: its number.
+        region: its number, from 0 down: the order of addresses.
         start: where it begins in the region.
         size: in bytes.
         previous: the chunk before it in the region.
@@ -47,8 +48,8 @@ class Arena:
     """
 
     touched: int = 0
-    _ends: list[int] = field(default_factory=list)  # by region: the end of what was written to
-    _free: list[tuple[int, int, int]] = field(default_factory=list)  # sorted: size, region, start
+    _ends: dict[int, int] = field(default_factory=dict)  # by region: the end of what was written to
+    _free: list[tuple[int, ...]] = field(default_factory=list)  # sorted: size, region, start
     _chunks: dict[tuple[int, int], ArenaChunk] = field(default_factory=dict)  # free ones, by region and start
     _next_region: int = _FIRST_REGION
 
@@ -57,10 +58,10 @@ class Arena:
         if size <= 0:
             return None
         rounded = -(-size // _ALIGNMENT) * _ALIGNMENT
-        index = bisect.bisect_left(self._free, (rounded, -1, -1))
+        index = bisect.bisect_left(self._free, (rounded,))
         if index == len(self._free):
             self._extend(rounded)
-            index = bisect.bisect_left(self._free, (rounded, -1, -1))
+            index = bisect.bisect_left(self._free, (rounded,))
         _, region, start = self._free[index]
         chunk = self._chunks[region, start]
         self._take(chunk)
@@ -86,8 +87,9 @@ class Arena:
         is_larger = rounded > self._next_region
         while rounded > self._next_region:
             self._next_region *= 2
-        self._put(ArenaChunk(len(self._ends), 0, self._next_region))
-        self._ends.append(0)
+        region = -len(self._ends)
+        self._ends[region] = 0
+        self._put(ArenaChunk(region, 0, self._next_region))
         if not is_larger:
             self._next_region = max(self._next_region, min(2 * self._next_region, _LARGEST_DOUBLED))
 
