@@ -10,7 +10,8 @@ import onnx
 
 from stof.memory.arena import Arena, ArenaChunk
 from stof.memory.declared_shapes import infer_declared_shapes
-from stof.memory.session_graph import SessionNode, read_session_graph
+from stof.memory.session_graph import read_session_graph
+from stof.memory.session_node import SessionNode
 from stof.memory.session_plan import plan_session
 from stof.memory.tensor_sizes import TensorSizes, UnknownSizeError, item_bytes
 from stof.memory.working_memory import working_memory

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import onnx
 
 from stof.graph.index import all_nodes, captured_tensors, is_standard, subgraphs
+from stof.memory.session_fusions import fuse_matmuls, merge_equal_nodes
+from stof.memory.session_node import SessionNode
 from stof.symbolic import Symbolic
 
 # Whose result may differ from run to run, which nobody folds.
@@ -16,28 +19,6 @@ _RANDOM = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 _COPIES = frozenset({"Identity", "Dropout"})
-
-
-@dataclass(frozen=True, eq=False)
-class SessionNode:
-    """One node as a session runs it.
-
-    Attributes:
-        proto: the node of the model.
-        inputs: tensors that it reads, by their names after removed nodes; "" where an input is not given.
-        captured: tensors that its subgraphs read.
-        outputs: tensors that it writes.
-    """
-
-    proto: onnx.NodeProto
-    inputs: tuple[str, ...]
-    captured: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @property
-    def op(self) -> str:
-        """The operator."""
-        return str(self.proto.op_type)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +62,20 @@ def read_session_graph(model: onnx.ModelProto, symbolic: Symbolic, *, is_optimiz
             renamed |= dict.fromkeys(node.outputs, node.inputs[0])
         else:
             nodes.append(node)
+    if is_optimized:
+        stored = [t for t in graph.initializer if t.name not in inputs]
+        nodes = merge_equal_nodes(nodes, stored, outputs)
+        nodes = fuse_matmuls(nodes, outputs, partial(_is_scalar, symbolic), partial(_is_float, symbolic))
     return SessionGraph(tuple(nodes[i] for i in _order(nodes)), outputs, frozenset(given))
+
+
+def _is_scalar(symbolic: Symbolic, name: str) -> bool:
+    constant = symbolic.constant(name) if name else None
+    return constant is not None and constant.size == 1
+
+
+def _is_float(symbolic: Symbolic, name: str) -> bool:
+    return symbolic.dtype(name) == onnx.TensorProto.FLOAT
 
 
 def _rename(proto: onnx.NodeProto, renamed: Mapping[str, str]) -> SessionNode:
@@ -119,9 +113,12 @@ def _is_copy(node: SessionNode, symbolic: Symbolic) -> bool:
 def _order(nodes: Sequence[SessionNode]) -> list[int]:
     """Indices of nodes in the order of a session: depth first from those that nobody reads, later inputs first."""
     writer = {o: i for i, node in enumerate(nodes) for o in node.outputs}
-    inputs = [sorted({writer[n] for n in (*node.inputs, *node.captured) if n in writer}) for node in nodes]
+    inputs = [
+        sorted({writer[n] for n in (*node.inputs, *node.captured) if n in writer}, key=lambda i: (nodes[i].rank, i))
+        for node in nodes
+    ]
     read = {i for before in inputs for i in before}
-    pending = [(i, False) for i in range(len(nodes)) if i not in read]
+    pending = [(i, False) for i in sorted(range(len(nodes)), key=lambda i: (nodes[i].rank, i)) if i not in read]
     visited: set[int] = set()
     order: list[int] = []
     while pending:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from stof.graph.index import is_standard
 from stof.memory.declared_shapes import DeclaredShape
-from stof.memory.session_graph import SessionGraph, SessionNode
+from stof.memory.session_graph import SessionGraph
+from stof.memory.session_node import SessionNode
 
 # Operators whose result is their first input under another shape.
 _ALIASES = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"})

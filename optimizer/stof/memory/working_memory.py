@@ -13,7 +13,7 @@ from itertools import zip_longest
 from stof.graph.index import domain_of
 from stof.graph.node_fields import attributes_of
 from stof.memory.einsum_copies import einsum_copies
-from stof.memory.session_graph import SessionNode
+from stof.memory.session_node import SessionNode
 from stof.memory.tensor_sizes import TensorSizes
 
 Rule = Callable[[SessionNode, TensorSizes], list[int]]
