@@ -76,7 +76,8 @@ class FolderReport:
             else:
                 lines.append(f"{name}: {self.reports[name].summary()}")
                 report = self.reports[name]
-                more = (*report.reasons_kept(), *report.choice_lines(), *report.time_lines())
+                memory = [] if report.memory is None else [report.memory.headline]
+                more = (*report.reasons_kept(), *report.choice_lines(), *memory, *report.time_lines())
                 lines += [f"  {line}" for line in more]
         if self.output:
             lines += [f"{len(self.others)} other files: copied", *self.library_lines(), f"written: {self.output}"]

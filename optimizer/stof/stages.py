@@ -116,12 +116,13 @@ class Stage:
             with self.job.step("shapes"):
                 # TensorRT's parser infers shapes by the plugins.
                 in_functions = not self.job.target.keeps_plugins
-                declare_results(model, self._result_rules, in_functions=in_functions)
+                declare_results(model, self.result_rules, in_functions=in_functions)
         return model
 
     @property
-    def _result_rules(self) -> ResultRules:
-        return self.op.result_rules if self.previous is None else self.previous._result_rules | self.op.result_rules
+    def result_rules(self) -> ResultRules:
+        """What the contracts of all operators so far say of results."""
+        return self.op.result_rules if self.previous is None else self.previous.result_rules | self.op.result_rules
 
 
 def rewrite(job: Job, ops: Iterable[OpRewrite[Any, Any, Any]]) -> list[Stage]:
