@@ -36,6 +36,8 @@ constexpr int64_t kSampledRows = 64;
 constexpr int64_t kMostRingPanels = 64;
 // Bytes of the products of keys that a worker keeps for the other tile rows of a head: half an L2.
 constexpr int64_t kKeptBytes = (1 << 20) + (64 << 10);
+// Bytes of a table of one head that each worker packs for itself: with keys and values it fits an L2.
+constexpr int64_t kOwnTableBytes = 256 << 10;
 // Bytes of the partial results of split-KV rows.
 constexpr int64_t kPartialBytes = 64 << 20;
 
@@ -85,6 +87,10 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
 void AttentionPlan::PlanRelativeTables() {
   const ScoreArgs& scores = args_.scores;
   if (!scores.has_relative_tables() && !args_.relative_value.given()) return;
+  // The rows of a head follow each other, and no other sequence needs its tables: they are packed where they are read,
+  // in the cache.
+  const bool are_heads_together =
+      args_.shape.B == 1 && args_.mask.fixed.blocks() == nullptr && args_.mask.fixed.elements() == nullptr;
   const auto plan = [&](const RelativeTable& table, PackedTable* packed) {
     if (!table.given()) return;
     packed->table = &table;
@@ -98,6 +104,7 @@ void AttentionPlan::PlanRelativeTables() {
     const bool is_met_once = IsNeighbourly(table) && (table.index.is_linear || panels > kMostRingPanels);
     const int64_t most = std::min(panels, is_met_once ? at_once : kMostRingPanels);
     for (packed->capacity = 1; packed->capacity < most;) packed->capacity *= 2;
+    packed->is_own = are_heads_together && packed->heads > 1 && packed->rows * packed->ld * 4 <= kOwnTableBytes;
   };
   relative_.key[0].is_panels = relative_.key[1].is_panels = true;
   relative_.value.is_value = true;
