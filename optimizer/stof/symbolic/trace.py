@@ -8,12 +8,14 @@ The interpreter knows no value behind a compute node. Here such a node's result 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import onnx
 
 from stof.graph.index import GraphIndex
 from stof.symbolic.algebra.domain import Domain
+from stof.symbolic.algebra.overflow import strip_guards
 from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, of_atom, subterms, to_real
 from stof.symbolic.facts import Fact, dtype_kind
 from stof.symbolic.interpreter import Symbolic
@@ -100,6 +102,8 @@ class Trace:
 
     def _apply(self, node: onnx.NodeProto, facts: dict[str, Fact], output: str) -> SymTensor | None:
         """The value of an output by the node's rule; None where the rule gives none, or another shape than the graph has."""
+        if node.op_type == "Gather" and len(self.symbolic.shape(node.input[0]) or ()) == 1:
+            facts = {**facts, node.input[1]: self._flat_indices(facts[node.input[1]])}
         try:
             results = self.symbolic.apply_rule(node, facts, domain=self.domain)
         except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, AssertionError):
@@ -109,6 +113,34 @@ class Trace:
             return None
         value = results[place].value
         return None if value is None or value.rank != len(self.symbolic.shape(output) or ()) else value
+
+    def _flat_indices(self, fact: Fact) -> Fact:
+        """Indices into a flattened tensor as plain arithmetic: no guards against overflow, no stored lines of integers."""
+        value = fact.value
+        if value is None or value.kind != "i":
+            return fact
+
+        def at(index: Index) -> Int:
+            element = value.at(index)
+            assert isinstance(element, Int)
+            plain = strip_guards(element)
+            tables = {a for a in subterms(plain) if isinstance(a, Atom) and a.kind == "table"}
+            return replace_atoms(plain, {a: line for a in tables if (line := self._line(a)) is not None})
+
+        return replace(fact, value=SymTensor(value.shape, "i", at))
+
+    def _line(self, atom: Atom) -> Int | None:
+        """An element of a stored vector of integers in equal steps as a formula of its index; None for another one's."""
+        name, indices = atom.args[:2]
+        array = self.symbolic.constant(name) if isinstance(name, str) else None
+        if array is None or array.ndim != 1 or array.size < 2 or not isinstance(indices, tuple):
+            return None
+        first, step = int(array[0]), int(array[1]) - int(array[0])
+        if not np.array_equal(array, first + step * np.arange(array.size)):
+            return None
+        (place,) = indices
+        assert isinstance(place, Int)
+        return integer(first) + integer(step) * place
 
 
 def _opaque_fact(name: str, base: Fact) -> Fact:
