@@ -34,6 +34,8 @@ FOUND = {
     "relative/parakeet.torchscript.eager": {"relative_key": "k - q + S - 1"},
     "relative/parakeet.dynamo.eager": {"relative_key": "k - q + S - 1"},
     "zoo/xlnet.torchscript.eager": {"relative_key": "k - q + S"},
+    # Positions are added to the inputs as well: no run has more than 512.
+    "zoo/deberta-v2.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     # The mask is applied to the weights as well.
     "zoo/sew-d.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/wav2vec2-bert.dynamo.eager": {"relative_key": "min(max(k - q, -12), 4) + 12"},

@@ -28,6 +28,7 @@ from stof.symbolic.algebra.sizes import evaluate
 _MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
 _SHORT = (1, 3, 5, 13)
+_LONGER = 8  # times a length: inputs that are subsampled have runs of more positions there
 _LONG = 300  # from here on one batch is compared, and rows alone
 
 
@@ -52,9 +53,12 @@ def _run_rows(
 ) -> RowsRun:
     run = _Run(checker, site, mask, products, Case(1, length, Padding.NONE), 0)
     rows, allowed = np.rint(run.rows(one)), np.asarray(run.allowed.all(axis=(0, 1)))
-    if rows.shape[-1] < length or not (rows == rows[:1, :1])[..., allowed].all():
-        raise UnsupportedError("its rows differ by batch or head, or the graph has no runs of that length")
-    return RowsRun(rows[0, 0], allowed, run.past)
+    if not (rows == rows[:1, :1])[..., allowed].all():
+        raise UnsupportedError("its rows differ by batch or head")
+    is_shorter = rows.shape[-1] < length
+    if is_shorter and checker.runner.lengths(site, Case(1, _LONGER * length, Padding.NONE)) != rows.shape[2:]:
+        raise UnsupportedError("the graph has no run of that length, but longer ones than those that were made")
+    return RowsRun(rows[0, 0], allowed, run.past, is_longest=is_shorter)
 
 
 def _key(

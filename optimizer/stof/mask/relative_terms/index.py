@@ -122,18 +122,19 @@ def _is_placeholder(atom: Atom) -> bool:
 
 @dataclass(frozen=True)
 class RowsRun:
-    """Rows [S, T] that a run gave, the pairs that are allowed, and the past length."""
+    """Rows [S, T] that a run gave, the pairs that are allowed, and the past length; whether the graph has no longer runs."""
 
     rows: np.ndarray
     allowed: np.ndarray
     past: int
+    is_longest: bool = False
 
 
 def tabulate_rows(run: RowsRun, radius: int, names: GraphNames) -> MaskExpression:
     """Rows that depend on q - k alone as a stored table of integers by distance.
 
     Args:
-        run: at a length beyond ``radius``.
+        run: at a length beyond ``radius``, or at the longest that the graph has.
         radius: the distance beyond which the rows are proven to be constant.
         names: of tables.
 
@@ -142,7 +143,7 @@ def tabulate_rows(run: RowsRun, radius: int, names: GraphNames) -> MaskExpressio
     """
     shape = (1, 1, *run.rows.shape)
     table = tabulate(run.rows.reshape(shape).astype(np.float64), run.allowed.reshape(shape), run.past)
-    shortened = None if table is None else shorten(table, is_fixed=False)
+    shortened = None if table is None else shorten(table, is_fixed=run.is_longest)
     if shortened is None or shortened.shape[1] // 2 > radius:
         raise UnsupportedError("its row is no function of the distance of key and query")
     entries = shortened[0].astype(np.int32)
