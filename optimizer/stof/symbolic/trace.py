@@ -16,7 +16,7 @@ import onnx
 from stof.graph.index import GraphIndex
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.overflow import strip_guards
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, of_atom, subterms, to_real
+from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, of_atom, real, subterms, to_real
 from stof.symbolic.facts import Fact, dtype_kind
 from stof.symbolic.interpreter import Symbolic
 from stof.symbolic.tensor import Index, SymTensor
@@ -39,11 +39,13 @@ class Trace:
         index: of its nodes.
         domain: limits of index variables. With them, indices that are divided by sizes may depend on conditions, as where a Pad
             and two Reshapes shift rows.
+        leaves: tensors that count as opaque, whatever makes them.
     """
 
     symbolic: Symbolic
     index: GraphIndex
     domain: Domain | None = None
+    leaves: frozenset[str] = frozenset()
     _facts: dict[str, Fact] = field(default_factory=dict)
 
     def element(self, tensor: str, index: Index) -> Real | None:
@@ -51,8 +53,11 @@ class Trace:
         value = self._fact(tensor).value
         return None if value is None or value.kind != "f" or value.rank != len(index) else to_real(value.at(index))
 
-    def step(self, tensor: str, index: Index) -> tuple[str, Index] | None:
-        """The element of its producer's first input that an element is, where the producer only moves elements."""
+    def step(self, tensor: str, index: Index, pads: bool = False) -> tuple[str, Index] | None:
+        """The element of its producer's first input that an element is, where the producer only moves elements.
+
+        With ``pads`` it may also be 0 where the producer puts zeros.
+        """
         node = self.index.producer(tensor)
         if node is None or not node.input or len(node.output) != 1:
             return None
@@ -63,6 +68,8 @@ class Trace:
         opaque = _opaque_fact(node.input[0], Fact(self.symbolic.dtype(node.input[0]), source))
         value = self._apply(node, {node.input[0]: opaque}, tensor)
         moved = None if value is None else to_real(value.at(index))
+        if pads and moved is not None and moved.kind == "select" and moved.args[2] == real(0.0):
+            moved = moved.args[1] if isinstance(moved.args[1], Real) else None
         if moved is None or moved.kind != "element":
             return None
         name, at = moved.args
@@ -92,6 +99,8 @@ class Trace:
 
     def _derive(self, name: str, node: onnx.NodeProto | None) -> Fact:
         base = Fact(self.symbolic.dtype(name), self.symbolic.shape(name), self.symbolic.value(name))
+        if name in self.leaves:
+            return _opaque_fact(name, base)
         if base.value is not None or base.shape is None:
             return base
         if node is not None and node.op_type not in _OPAQUE:

@@ -181,6 +181,7 @@ class AttentionChecks(SiteChecks):
             heads += [site.query.tensor, site.key.tensor, site.value.tensor]
             tensors += [site.output]
             tensors += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
+            tensors += [] if site.added_values is None else [site.added_values.tensor]
             tensors += [site.query_factor[1]] if site.query_factor is not None else []
             tensors += [o.tensor for o in rewrite.mask.operands]
             tensors += [t.table.tensor for t in rewrite.mask.relative_terms if t.table.tensor]

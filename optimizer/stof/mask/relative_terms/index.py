@@ -34,7 +34,7 @@ def express_row(site: AttentionSite, domain: Domain, row: Int, rows: Int, names:
     Raises:
         UnsupportedError: for what the grammar has no word for, and what is no function of one difference of q and k.
     """
-    row = domain.integer(strip_clamps(row, rows))
+    row = domain.integer(_join_maxima(domain.integer(strip_clamps(row, rows))))
     if variables_of(row) - _PAIR:
         raise UnsupportedError(f"its row depends on {', '.join(sorted(variables_of(row) - _PAIR))}")
     check_separable(row)
@@ -51,6 +51,21 @@ def strip_clamps(row: Int, rows: Int) -> Int:
         if len(others) != 1:
             return row
         row = others[0]
+    return row
+
+
+def _join_maxima(row: Int) -> Int:
+    """The row with x in the place of max(x, 0) - max(-x, 0).
+
+    A table of few rows is cut for short inputs, by the one, and padded for long ones, by the other.
+    """
+    factors = dict(row.terms)
+    maxima = [a for a in row.atoms() if a.kind == "max" and integer(0) in a.args and (a,) in factors]
+    for atom in maxima:
+        inner = next(x for x in atom.args if isinstance(x, Int) and x != integer(0))
+        other = next((a for a in maxima if -inner in a.args), None)
+        if other is not None and factors[(atom,)] == -factors[(other,)]:
+            return _join_maxima(replace_atoms(row, {atom: inner + Int((((other,), 1),))}))
     return row
 
 

@@ -258,6 +258,7 @@ class _Lifter:
             b"" if shift is None else shift.tobytes(),
             shift_heads,
             found.data,
+            is_padded=found.is_padded,
         )
         return RelativeTerm(role, table, index, max(heads, shift_heads), product.term)
 
