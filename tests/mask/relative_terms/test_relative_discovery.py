@@ -23,7 +23,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.site import WeakerMasks
 from stof.options import Options
 
-ROLES = frozenset({"relative_key", "relative_key1", "relative_query"})
+ROLES = frozenset({"relative_key", "relative_key1", "relative_query", "relative_value"})
 FOUND = {
     "relative/deberta-v3.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/deberta-own.dynamo.eager": {"relative_key": "q - k + 512", "relative_query": "q - k + 512"},
@@ -40,6 +40,8 @@ FOUND = {
     "zoo/sew-d.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/wav2vec2-bert.dynamo.eager": {"relative_key": "min(max(k - q, -12), 4) + 12"},
     "relative/speecht5.torchscript.eager": {"relative_key": "table0"},
+    # Rows of zeros around the stored ones, as many as inputs are long, are no part of the tables.
+    "relative/vits.torchscript.eager": {"relative_key": "k - q + 5", "relative_value": "k - q + 5"},
     "relative/vitdet.torchscript.eager": {
         "relative_key": "q // 4 - k // 4 + 3",
         "relative_key1": "q % 4 - k % 4 + 3",
