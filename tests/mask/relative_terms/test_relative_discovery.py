@@ -178,6 +178,37 @@ def test_rows_of_inputs_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     _, described = describe(model, monkeypatch, ROLES)
     assert described[0].mask is not None
     assert not described[0].mask.relative_terms
+    assert any("is no product with rows by relative position" in str(note) for note in described[0].mask.notes)
+
+
+def test_terms_times_other_values_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Funnel multiplies a term by 0 where a class token stands: the report says so."""
+    model = fill_graph("relative/conformer.dynamo.eager")
+    _, described = describe(model, monkeypatch, ROLES)
+    assert described[0].mask is not None
+    term = described[0].mask.relative_terms[0].term.tensor
+    more = [
+        onnx.helper.make_node("Shape", [term], ["term_shape"]),
+        onnx.helper.make_node("Slice", ["term_shape", "last", "behind"], ["keys"]),
+        onnx.helper.make_node("Squeeze", ["keys"], ["number"]),
+        onnx.helper.make_node("Range", ["nothing", "number", "one"], ["position"]),
+        onnx.helper.make_node("Greater", ["position", "nothing"], ["is_later"]),
+        onnx.helper.make_node("Cast", ["is_later"], ["factor"], to=onnx.TensorProto.FLOAT),
+        onnx.helper.make_node("Mul", [term, "factor"], ["term_times_factor"]),
+    ]
+    index = next(i for i, n in enumerate(model.graph.node) if term in n.input)
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == term:
+                node.input[i] = "term_times_factor"
+    for offset, node in enumerate(more):
+        model.graph.node.insert(index + offset, node)
+    numbers = {"last": np.array([-1]), "behind": np.array([2**31 - 1]), "nothing": np.array(0), "one": np.array(1)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in numbers.items())
+    _, described = describe(model, monkeypatch, ROLES)
+    assert described[0].mask is not None
+    assert not described[0].mask.relative_terms
+    assert any("queries or keys meet rows in it" in str(note) for note in described[0].mask.notes)
 
 
 def test_stored_names() -> None:

@@ -154,6 +154,7 @@ class SiteDescriber:
                     rest = without_relative_terms(way, lifted)
                     accept(self.checker, rest, lifted, ignore_empty_rows=self._ignores_rows(way))
                     return way, lifted
+                mask = replace(mask, notes=lifted.notes) if way == site else mask  # with what stood against it
             except UnsupportedError:
                 continue
         return site, mask
