@@ -233,8 +233,7 @@ class AttentionChecks(SiteChecks):
                     arrays[input_names["relative_bias_factor"]] = factor.lay_out(arrays[factor.tensor], site.num_heads)
                 for relative in mask.relative_terms:
                     if input_names[relative.role] not in arrays and relative.table.tensor in arrays:
-                        _, _, queries, keys = scores_shape(site, arrays)
-                        table = compute_table(relative, arrays[relative.table.tensor], queries, keys)
+                        table = compute_table(relative, arrays[relative.table.tensor], *scores_shape(site, arrays)[2:])
                         arrays[input_names[relative.role]] = table
                 if rows is not None and rewrite.mask.weaker is not None and "segment_q" in input_names:
                     arrays[input_names["segment_q"]] = rows

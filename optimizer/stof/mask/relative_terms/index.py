@@ -57,7 +57,7 @@ def strip_clamps(row: Int, rows: Int) -> Int:
 def _join_maxima(row: Int) -> Int:
     """The row with x in the place of max(x, 0) - max(-x, 0).
 
-    A table of few rows is cut for short inputs, by the one, and padded for long ones, by the other.
+    The one shortens a table for short inputs, the other pads it for long ones.
     """
     factors = dict(row.terms)
     maxima = [a for a in row.atoms() if a.kind == "max" and integer(0) in a.args and (a,) in factors]
