@@ -16,6 +16,7 @@ from stof.attention.describe.site_describer import DescribedSite, SiteDescriber
 from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.subgraphs import Scope, find_scopes
+from stof.mask.site import RowRange
 from stof.options import Options
 
 _HEADS, _SIZE = 4, 8
@@ -50,6 +51,11 @@ _CAUSAL = """
     qs = Range (zero, S, one)  qt = Unsqueeze (qs, ones)  past = Sub (T, S)  at = Add (qt, past)
     ks = Range (zero, T, one)  later = Greater (ks, at)  masked = Where (later, lowest, scores)
 """
+_NEAR = """
+    qs = Range (zero, S, one)  qt = Unsqueeze (qs, ones)  past = Sub (T, S)  at = Add (qt, past)
+    ks = Range (zero, T, one)  later = Greater (ks, at)  back = Sub (at, ks)  is_far = Greater (back, reach)
+    forbidden = Or (later, is_far)  masked = Where (forbidden, lowest, scores)
+"""
 _PAD_AND_VIEW = """
     padded = Pad (bd, pads)
     L1s = Add (Ls, ones)  tall = Concat <axis = 0> (Bs, four, L1s, Ss)  turned = Reshape (padded, tall)
@@ -79,10 +85,16 @@ class Spelling:
     shift: str
     has_all_rows: bool = True
     is_causal: bool = False
+    is_near: bool = False
 
     def model(self) -> onnx.ModelProto:
         rows = _ROWS.replace("LAST", "minus" if self.has_all_rows else "minus_1")
-        body = _HEAD + rows + self.shift + _TAIL.replace("MASK", _CAUSAL if self.is_causal else _UNMASKED)
+        body = (
+            _HEAD
+            + rows
+            + self.shift
+            + _TAIL.replace("MASK", _NEAR if self.is_near else _CAUSAL if self.is_causal else _UNMASKED)
+        )
         text = f"""<ir_version: 8, opset_import: ["" : 17]>
         g (float[B,S,{_WIDTH}] x, float[B,P,{_WIDTH}] mem) => (float[B,S,{_WIDTH}] out) {{ {body} }}"""
         model: onnx.ModelProto = parser.parse_model(text)
@@ -97,6 +109,7 @@ class Spelling:
             "rows": np.array([-1, _HEADS, _SIZE]),
             "flat": np.array([0, 0, _WIDTH]),
             "pads": np.array([0, 0, 0, 1, 0, 0, 0, 0]),
+            "reach": np.array(6),
             "counted": np.arange(_HEADS),
             "number": np.array(_HEADS),
             "last_three": np.array([1, 2, 3]),
@@ -159,6 +172,32 @@ def test_spellings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         }
         wanted = run(model, feed)
         np.testing.assert_allclose(run(emitted, feed), wanted, atol=2e-5 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("name", ["pad and view", "gather", "strided"])
+def test_windows_with_a_past(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming: queries behind a past read the rows of a window, whatever the past's length."""
+    model = replace(SPELLINGS[name], is_near=True).model()
+    scope, described = describe(model, monkeypatch)
+    assert described.mask is not None, described.reason
+    (term,) = described.mask.relative_terms
+    assert term.index.text == "k - q + min(T - 1, 6)"
+    assert term.table.rows == RowRange(0, 1, -1, 6, 0)
+    emitted = emit(scope.working.model, scope.symbolic, [Rewrite(described.site, described.mask)])
+    floats = [v.name for v in emitted.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT]
+    rng = np.random.default_rng(5)
+    for batch, length, past in ((1, 1, 0), (2, 5, 3), (1, 17, 0), (2, 7, 40), (1, 1, 9)):
+        feed = {
+            n: rng.standard_normal((batch, s, _WIDTH)).astype(np.float32) for n, s in (("x", length), ("mem", past))
+        }
+        wanted = run(model, feed)
+        np.testing.assert_allclose(run(emitted, feed), wanted, atol=2e-5 * float(np.abs(wanted).max()))
+    emitted.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None) for n in floats)
+    feed = {n: rng.standard_normal((1, s, _WIDTH)).astype(np.float32) for n, s in (("x", 30), ("mem", 21))}
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(emitted.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert not any(30 + 51 - 1 in a.shape for a in session.run(None, feed))
 
 
 def test_equal_biases_are_no_column(monkeypatch: pytest.MonkeyPatch) -> None:

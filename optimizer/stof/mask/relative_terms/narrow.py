@@ -69,7 +69,8 @@ def _narrow(symbolic: Symbolic, site: AttentionSite, term: RelativeTerm, window:
     domain = domain_of(site)
     _, _, queries, keys = site.dims
     middle = integer(of_queries) * queries + integer(of_keys) * keys + integer(offset)
-    farthest = keys if factor == 1 or site.query_offset else queries  # and no pair is as far apart
+    # No key lies as far behind a query, or in front of it: the queries are the last positions, or all begin at 0.
+    farthest = keys if (factor == 1) != bool(site.query_offset) else queries
     if domain.bound(middle, upper=False) < -1 or domain.bound(rows - middle - farthest, upper=False) < 0:
         return term  # what the operator clamps would read other rows
     chosen = RowRange(of_queries, of_keys, offset, before, after)
