@@ -119,6 +119,19 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
+class AddedValues:
+    """A tensor that is added to weights times values: the weights again, times rows by relative position.
+
+    Attributes:
+        tensor: what is added, of the shape of the result.
+        weights: the tensor of the weights that it is made of.
+    """
+
+    tensor: str
+    weights: str
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """An attention core in the graph.
 
@@ -160,6 +173,7 @@ class AttentionSite:
         float, ...
     ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
+    added_values: AddedValues | None = None  # part of the output
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
     scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")  # for people
@@ -253,6 +267,7 @@ class RelativeTable:
         shift_heads: H or 1.
         data: the rows themselves, fp32 [L, D], where the graph holds them for pairs alone; ``tensor`` is no part then.
         rows: those that the operand has; None: all.
+        is_padded: the operand has a row of zeros more at either end.
     """
 
     tensor: str
@@ -264,6 +279,7 @@ class RelativeTable:
     shift_heads: int = 1
     data: bytes = b""
     rows: RowRange | None = None
+    is_padded: bool = False
 
     def rows_array(self, columns: int) -> np.ndarray | None:
         """The rows as an array [L, ``columns``], where they are data."""
@@ -279,11 +295,11 @@ class RelativeTerm:
     """A part of the scores: queries, or keys, times the row of a table that an expression of q and k names.
 
     Attributes:
-        role: of the operand: relative_key, relative_key1 or relative_query.
+        role: of the operand: relative_key, relative_key1, relative_query or relative_value.
         table: the rows.
         index: an integer expression; the operator clamps it into the table.
         heads: H, or 1 where heads share the table.
-        term: the additive term that it is a part of.
+        term: the additive term that it is a part of; of values what is added to the result.
     """
 
     role: str

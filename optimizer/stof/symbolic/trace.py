@@ -8,13 +8,15 @@ The interpreter knows no value behind a compute node. Here such a node's result 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import onnx
 
 from stof.graph.index import GraphIndex
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, of_atom, subterms, to_real
+from stof.symbolic.algebra.overflow import strip_guards
+from stof.symbolic.algebra.terms import FALSE, TRUE, Atom, Cond, Int, Real, integer, of_atom, real, subterms, to_real
 from stof.symbolic.facts import Fact, dtype_kind
 from stof.symbolic.interpreter import Symbolic
 from stof.symbolic.tensor import Index, SymTensor
@@ -37,11 +39,13 @@ class Trace:
         index: of its nodes.
         domain: limits of index variables. With them, indices that are divided by sizes may depend on conditions, as where a Pad
             and two Reshapes shift rows.
+        leaves: tensors that count as opaque, whatever makes them.
     """
 
     symbolic: Symbolic
     index: GraphIndex
     domain: Domain | None = None
+    leaves: frozenset[str] = frozenset()
     _facts: dict[str, Fact] = field(default_factory=dict)
 
     def element(self, tensor: str, index: Index) -> Real | None:
@@ -49,8 +53,11 @@ class Trace:
         value = self._fact(tensor).value
         return None if value is None or value.kind != "f" or value.rank != len(index) else to_real(value.at(index))
 
-    def step(self, tensor: str, index: Index) -> tuple[str, Index] | None:
-        """The element of its producer's first input that an element is, where the producer only moves elements."""
+    def step(self, tensor: str, index: Index, pads: bool = False) -> tuple[str, Index] | None:
+        """The element of its producer's first input that an element is, where the producer only moves elements.
+
+        With ``pads`` it may also be 0 where the producer puts zeros.
+        """
         node = self.index.producer(tensor)
         if node is None or not node.input or len(node.output) != 1:
             return None
@@ -61,6 +68,8 @@ class Trace:
         opaque = _opaque_fact(node.input[0], Fact(self.symbolic.dtype(node.input[0]), source))
         value = self._apply(node, {node.input[0]: opaque}, tensor)
         moved = None if value is None else to_real(value.at(index))
+        if pads and moved is not None and moved.kind == "select" and moved.args[2] == real(0.0):
+            moved = moved.args[1] if isinstance(moved.args[1], Real) else None
         if moved is None or moved.kind != "element":
             return None
         name, at = moved.args
@@ -90,6 +99,8 @@ class Trace:
 
     def _derive(self, name: str, node: onnx.NodeProto | None) -> Fact:
         base = Fact(self.symbolic.dtype(name), self.symbolic.shape(name), self.symbolic.value(name))
+        if name in self.leaves:
+            return _opaque_fact(name, base)
         if base.value is not None or base.shape is None:
             return base
         if node is not None and node.op_type not in _OPAQUE:
@@ -100,6 +111,8 @@ class Trace:
 
     def _apply(self, node: onnx.NodeProto, facts: dict[str, Fact], output: str) -> SymTensor | None:
         """The value of an output by the node's rule; None where the rule gives none, or another shape than the graph has."""
+        if node.op_type == "Gather" and len(self.symbolic.shape(node.input[0]) or ()) == 1:
+            facts = {**facts, node.input[1]: self._flat_indices(facts[node.input[1]])}
         try:
             results = self.symbolic.apply_rule(node, facts, domain=self.domain)
         except (ValueError, IndexError, TypeError, KeyError, ArithmeticError, AssertionError):
@@ -109,6 +122,34 @@ class Trace:
             return None
         value = results[place].value
         return None if value is None or value.rank != len(self.symbolic.shape(output) or ()) else value
+
+    def _flat_indices(self, fact: Fact) -> Fact:
+        """Indices into a flattened tensor as plain arithmetic: no guards against overflow, no stored lines of integers."""
+        value = fact.value
+        if value is None or value.kind != "i":
+            return fact
+
+        def at(index: Index) -> Int:
+            element = value.at(index)
+            assert isinstance(element, Int)
+            plain = strip_guards(element)
+            tables = {a for a in subterms(plain) if isinstance(a, Atom) and a.kind == "table"}
+            return replace_atoms(plain, {a: line for a in tables if (line := self._line(a)) is not None})
+
+        return replace(fact, value=SymTensor(value.shape, "i", at))
+
+    def _line(self, atom: Atom) -> Int | None:
+        """An element of a stored vector of integers in equal steps as a formula of its index; None for another one's."""
+        name, indices = atom.args[:2]
+        array = self.symbolic.constant(name) if isinstance(name, str) else None
+        if array is None or array.ndim != 1 or array.size < 2 or not isinstance(indices, tuple):
+            return None
+        first, step = int(array[0]), int(array[1]) - int(array[0])
+        if not np.array_equal(array, first + step * np.arange(array.size)):
+            return None
+        (place,) = indices
+        assert isinstance(place, Int)
+        return integer(first) + integer(step) * place
 
 
 def _opaque_fact(name: str, base: Fact) -> Fact:

@@ -109,6 +109,25 @@ def test_rows_are_those_of_the_table(name: str) -> None:
             )  # but of their sources
 
 
+def test_batches_that_share_rows_have_them_once() -> None:
+    """All rows of the first batch, without those of the others: an Expand goes, and a Reshape finds the number of rows."""
+    body = """f = Gather (x, zero) n = Shape (x) e = Expand (f, n) m = MatMul (e, w) h = Reshape (m, heads)
+    r = Transpose <perm = [0, 2, 1, 3]> (h)"""
+    model = model_of(body)
+    editor = Editor(model)
+    extra: list[gs.Node] = []
+    narrowed = narrow_rows(editor, Symbolic(model), "r", Cut(None, frozenset({0})), None, extra)
+    editor.graph.nodes.extend(extra)
+    edited = editor.finish()
+    made = [o.name for n in extra for o in n.outputs]
+    edited.graph.output.extend(helper.make_empty_tensor_value_info(n) for n in made)
+    x = np.random.default_rng(1).standard_normal((5, 9, 8)).astype(np.float32)
+    whole, some, *others = run(edited, ["r", narrowed.name, *made], {"x": x})
+    assert whole.shape == (5, 2, 9, 4)
+    np.testing.assert_allclose(some, whole[:1], rtol=1e-5, atol=1e-6)
+    assert not any(5 in a.shape for a in others)
+
+
 def test_a_softmax_along_rows_is_read_after_it() -> None:
     """No rows of its input give rows of its result."""
     model = model_of(TABLES["softmax along rows"][0])

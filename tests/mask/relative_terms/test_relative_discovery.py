@@ -23,7 +23,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.site import WeakerMasks
 from stof.options import Options
 
-ROLES = frozenset({"relative_key", "relative_key1", "relative_query"})
+ROLES = frozenset({"relative_key", "relative_key1", "relative_query", "relative_value"})
 FOUND = {
     "relative/deberta-v3.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/deberta-own.dynamo.eager": {"relative_key": "q - k + 512", "relative_query": "q - k + 512"},
@@ -34,10 +34,14 @@ FOUND = {
     "relative/parakeet.torchscript.eager": {"relative_key": "k - q + S - 1"},
     "relative/parakeet.dynamo.eager": {"relative_key": "k - q + S - 1"},
     "zoo/xlnet.torchscript.eager": {"relative_key": "k - q + S"},
+    # Positions are added to the inputs as well: no run has more than 512.
+    "zoo/deberta-v2.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     # The mask is applied to the weights as well.
     "zoo/sew-d.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/wav2vec2-bert.dynamo.eager": {"relative_key": "min(max(k - q, -12), 4) + 12"},
     "relative/speecht5.torchscript.eager": {"relative_key": "table0"},
+    # Rows of zeros around the stored ones, as many as inputs are long, are no part of the tables.
+    "relative/vits.torchscript.eager": {"relative_key": "k - q + 5", "relative_value": "k - q + 5"},
     "relative/vitdet.torchscript.eager": {
         "relative_key": "q // 4 - k // 4 + 3",
         "relative_key1": "q % 4 - k % 4 + 3",
@@ -174,6 +178,37 @@ def test_rows_of_inputs_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     _, described = describe(model, monkeypatch, ROLES)
     assert described[0].mask is not None
     assert not described[0].mask.relative_terms
+    assert any("is no product with rows by relative position" in str(note) for note in described[0].mask.notes)
+
+
+def test_terms_times_other_values_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Funnel multiplies a term by 0 where a class token stands: the report says so."""
+    model = fill_graph("relative/conformer.dynamo.eager")
+    _, described = describe(model, monkeypatch, ROLES)
+    assert described[0].mask is not None
+    term = described[0].mask.relative_terms[0].term.tensor
+    more = [
+        onnx.helper.make_node("Shape", [term], ["term_shape"]),
+        onnx.helper.make_node("Slice", ["term_shape", "last", "behind"], ["keys"]),
+        onnx.helper.make_node("Squeeze", ["keys"], ["number"]),
+        onnx.helper.make_node("Range", ["nothing", "number", "one"], ["position"]),
+        onnx.helper.make_node("Greater", ["position", "nothing"], ["is_later"]),
+        onnx.helper.make_node("Cast", ["is_later"], ["factor"], to=onnx.TensorProto.FLOAT),
+        onnx.helper.make_node("Mul", [term, "factor"], ["term_times_factor"]),
+    ]
+    index = next(i for i, n in enumerate(model.graph.node) if term in n.input)
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == term:
+                node.input[i] = "term_times_factor"
+    for offset, node in enumerate(more):
+        model.graph.node.insert(index + offset, node)
+    numbers = {"last": np.array([-1]), "behind": np.array([2**31 - 1]), "nothing": np.array(0), "one": np.array(1)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in numbers.items())
+    _, described = describe(model, monkeypatch, ROLES)
+    assert described[0].mask is not None
+    assert not described[0].mask.relative_terms
+    assert any("queries or keys meet rows in it" in str(note) for note in described[0].mask.notes)
 
 
 def test_stored_names() -> None:

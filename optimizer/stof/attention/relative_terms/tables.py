@@ -67,6 +67,8 @@ def compute_table(term: RelativeTerm, rows: np.ndarray, queries: int, keys: int)
     others = [a for a in range(rows.ndim) if a not in axes]
     array = np.transpose(rows, [*others, *axes]).reshape(-1, *(rows.shape[a] for a in axes))
     array = array[0] if table.head_axis is not None else array[:1]
+    if table.is_padded:
+        array = np.pad(array, ((0, 0), (1, 1), (0, 0)))
     if abs(table.factor - 1.0) > _SAME:
         array = array.astype(np.float32) * np.float32(table.factor)
     shift = table.shift_array()
@@ -88,6 +90,11 @@ def _build_table(
         limits = None if table.rows is None else build_limits(editor, symbolic, site, table.rows, extra)
         rows = narrow_rows(editor, symbolic, table.tensor, _cut_of(symbolic, table), limits, extra)
         tensor = _lay_out(editor, symbolic, table, rows, own, extra)
+    if table.is_padded:
+        pads = editor.initializer("stof_relative_pads", np.array([0, 1, 0, 0, 1, 0], np.int64))
+        padded = editor.variable("stof_relative_padded", own)
+        extra.append(editor.node("Pad", padded.name, [tensor, pads], [padded]))
+        tensor = padded
     shift = table.shift_array()
     is_scaled = abs(table.factor - 1.0) > _SAME
     if own != TensorProto.FLOAT and (is_scaled or shift is not None or own != dtype):

@@ -28,6 +28,7 @@ from stof.symbolic.algebra.sizes import evaluate
 _MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
 _SHORT = (1, 3, 5, 13)
+_LONGER = 8  # times a length: inputs that are subsampled have runs of more positions there
 _LONG = 300  # from here on one batch is compared, and rows alone
 
 
@@ -52,9 +53,12 @@ def _run_rows(
 ) -> RowsRun:
     run = _Run(checker, site, mask, products, Case(1, length, Padding.NONE), 0)
     rows, allowed = np.rint(run.rows(one)), np.asarray(run.allowed.all(axis=(0, 1)))
-    if rows.shape[-1] < length or not (rows == rows[:1, :1])[..., allowed].all():
-        raise UnsupportedError("its rows differ by batch or head, or the graph has no runs of that length")
-    return RowsRun(rows[0, 0], allowed, run.past)
+    if not (rows == rows[:1, :1])[..., allowed].all():
+        raise UnsupportedError("its rows differ by batch or head")
+    is_shorter = rows.shape[-1] < length
+    if is_shorter and checker.runner.lengths(site, Case(1, _LONGER * length, Padding.NONE)) != rows.shape[2:]:
+        raise UnsupportedError("the graph has no run of that length, but longer ones than those that were made")
+    return RowsRun(rows[0, 0], allowed, run.past, is_longest=is_shorter)
 
 
 def _key(
@@ -146,11 +150,10 @@ class _Run:
         heads = np.zeros((1, 1, 1, 1))
         for product, index in zip(self.products, indices, strict=True):
             if product.vectors == one.vectors and product.table.tensor == one.table.tensor:
-                wanted = wanted + product.factor * self._evaluate(index, product)
-                is_shared = product.table.head_axis is None
-                heads = heads + product.factor * (
-                    1 + (0 if is_shared else np.arange(self.shape[1])[None, :, None, None])
-                )
+                rows, is_row = self._evaluate(index, product)
+                wanted = wanted + product.factor * rows
+                number = 0 if product.table.head_axis is None else np.arange(self.shape[1])[None, :, None, None]
+                heads = heads + product.factor * is_row * (1 + number)
         checks = [(self._row_numbers(one), wanted, "row")]
         checks += [(self._head_numbers(one), heads, "head")] if self.case.length <= _LONG else []
         for values, expected, what in checks:
@@ -167,14 +170,15 @@ class _Run:
                     f"{found[where] / one.factor:g} at {self.case}, not {right / one.factor:g}"
                 )
 
-    def _evaluate(self, index: MaskExpression, product: Product) -> np.ndarray:
-        """The rows [S, T] of an expression."""
+    def _evaluate(self, index: MaskExpression, product: Product) -> tuple[np.ndarray, np.ndarray]:
+        """The rows [S, T] of an expression, and which of them are none of zeros that the operand has more."""
         _, _, S, T = self.shape
         names = {"S": S, "T": T, "P": self.past, **arrays_of(self.mask.tables)}
         q, k = (np.arange(S) + self.past)[:, None], np.arange(T)[None, :]
         last = evaluate(product.table.rows, self.sizes) - 1
-        rows: np.ndarray = np.clip(index.evaluate({**names, "q": q, "k": k}), 0, last)
-        return np.broadcast_to(rows, (S, T))
+        rows = np.broadcast_to(np.clip(index.evaluate({**names, "q": q, "k": k}), 0, last), (S, T))
+        is_row = (rows > 0) & (rows < last) if product.table.is_padded else np.ones((S, T), bool)
+        return np.where(is_row, rows, 0), is_row
 
     def _values(self, one: Product, table: np.ndarray) -> np.ndarray:
         """The term for a table of one product, all others being 0."""
@@ -192,7 +196,7 @@ class _Run:
             raise DoesNotRunError(f"a term does not broadcast to the scores: {error}") from error
 
     def _row_numbers(self, one: Product) -> np.ndarray:
-        numbers = self._numbers(one, one.table.row_axis, 0)
+        numbers = self._numbers(one, one.table.row_axis, int(one.table.is_padded))
         if one.table.key_axis is None:
             return numbers
         last = self._table_shape(one)[one.table.key_axis] - 1

@@ -34,7 +34,7 @@ def express_row(site: AttentionSite, domain: Domain, row: Int, rows: Int, names:
     Raises:
         UnsupportedError: for what the grammar has no word for, and what is no function of one difference of q and k.
     """
-    row = domain.integer(strip_clamps(row, rows))
+    row = domain.integer(_join_maxima(domain.integer(strip_clamps(row, rows))))
     if variables_of(row) - _PAIR:
         raise UnsupportedError(f"its row depends on {', '.join(sorted(variables_of(row) - _PAIR))}")
     check_separable(row)
@@ -51,6 +51,21 @@ def strip_clamps(row: Int, rows: Int) -> Int:
         if len(others) != 1:
             return row
         row = others[0]
+    return row
+
+
+def _join_maxima(row: Int) -> Int:
+    """The row with x in the place of max(x, 0) - max(-x, 0).
+
+    The one shortens a table for short inputs, the other pads it for long ones.
+    """
+    factors = dict(row.terms)
+    maxima = [a for a in row.atoms() if a.kind == "max" and integer(0) in a.args and (a,) in factors]
+    for atom in maxima:
+        inner = next(x for x in atom.args if isinstance(x, Int) and x != integer(0))
+        other = next((a for a in maxima if -inner in a.args), None)
+        if other is not None and factors[(atom,)] == -factors[(other,)]:
+            return _join_maxima(replace_atoms(row, {atom: inner + Int((((other,), 1),))}))
     return row
 
 
@@ -122,18 +137,19 @@ def _is_placeholder(atom: Atom) -> bool:
 
 @dataclass(frozen=True)
 class RowsRun:
-    """Rows [S, T] that a run gave, the pairs that are allowed, and the past length."""
+    """Rows [S, T] that a run gave, the pairs that are allowed, and the past length; whether the graph has no longer runs."""
 
     rows: np.ndarray
     allowed: np.ndarray
     past: int
+    is_longest: bool = False
 
 
 def tabulate_rows(run: RowsRun, radius: int, names: GraphNames) -> MaskExpression:
     """Rows that depend on q - k alone as a stored table of integers by distance.
 
     Args:
-        run: at a length beyond ``radius``.
+        run: at a length beyond ``radius``, or at the longest that the graph has.
         radius: the distance beyond which the rows are proven to be constant.
         names: of tables.
 
@@ -142,7 +158,7 @@ def tabulate_rows(run: RowsRun, radius: int, names: GraphNames) -> MaskExpressio
     """
     shape = (1, 1, *run.rows.shape)
     table = tabulate(run.rows.reshape(shape).astype(np.float64), run.allowed.reshape(shape), run.past)
-    shortened = None if table is None else shorten(table, is_fixed=False)
+    shortened = None if table is None else shorten(table, is_fixed=run.is_longest)
     if shortened is None or shortened.shape[1] // 2 > radius:
         raise UnsupportedError("its row is no function of the distance of key and query")
     entries = shortened[0].astype(np.int32)

@@ -39,7 +39,7 @@ from stof.mask.site import (
 )
 from stof.symbolic import Int, integer, var
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.terms import Atom, Real
+from stof.symbolic.algebra.terms import Atom, Real, subterms
 from stof.symbolic.trace import Trace, replace_atoms_of_real, simplify_real
 
 _SHORTEST, _LONGEST = 300, 1300  # lengths at which a term is run for its rows
@@ -94,11 +94,14 @@ def _lift_term(
     """The mask with a term's products in the place of the term, by the first trace that shows them."""
     try:
         return _Lifter(checker, checker.trace, site, mask, roles).lift(term)
-    except (UnsupportedError, _OtherTermError):
+    except (UnsupportedError, _OtherTermError) as first:
         if not mask.expression.window():  # all pairs lie in the rows that divisions give, or nothing tells which do
             raise
         trace = Trace(checker.symbolic, checker.index, domain_of(site))
-        return _Lifter(checker, trace, site, mask, roles).lift(term)
+        try:
+            return _Lifter(checker, trace, site, mask, roles).lift(term)
+        except _OtherTermError:
+            raise first from None
 
 
 def without_relative_terms(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
@@ -171,9 +174,24 @@ class _Lifter:
         except ValueError:  # it does not broadcast to the scores
             value = None
         addends = {} if value is None else linear_sum(self._simplify(value))
-        if not addends or not all(leaf.kind == "element" for leaf in addends):
+        if not addends:
+            raise _OtherTermError
+        if others := [leaf for leaf in addends if leaf.kind != "element"]:
+            if any(self._is_product(part) for leaf in others for part in subterms(leaf)):
+                raise UnsupportedError(
+                    "queries or keys meet rows in it, but by more than sums and factors that are numbers"
+                )
             raise _OtherTermError
         return [self._read_product(term, leaf, factor) for leaf, factor in addends.items()]
+
+    def _is_product(self, part: object) -> bool:
+        """Whether a part of a formula is a product of the site's queries, or keys."""
+        contraction = None
+        if isinstance(part, Real) and part.kind == "element":
+            contraction = read_contraction(self.trace, part, "d")
+        if contraction is None:
+            return False
+        return any(self._match(vectors, is_query) for vectors, _ in contraction.orders for is_query in (True, False))
 
     def _simplify(self, value: Real) -> Real:
         """A term's element for pairs that the mask allows."""
@@ -258,6 +276,7 @@ class _Lifter:
             b"" if shift is None else shift.tobytes(),
             shift_heads,
             found.data,
+            is_padded=found.is_padded,
         )
         return RelativeTerm(role, table, index, max(heads, shift_heads), product.term)
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, Name, Node, Unary, fold
 from stof.mask.lift import domain_of
+from stof.mask.relative_terms.products import VALUE_ROLE
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, RelativeTerm, RowRange
 from stof.symbolic import Symbolic, integer
 
@@ -30,7 +31,10 @@ def narrow_tables(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> 
     window = _static_window(mask.expression)
     if window is None or mask.weaker is not None or mask.empty_rows is EmptyRows.ALL:
         return mask
-    terms = tuple(_narrow(symbolic, site, term, window) for term in mask.relative_terms)
+    all_keys = mask.empty_rows not in (EmptyRows.ZERO, EmptyRows.NAN)  # fully masked rows weigh the rows of all keys
+    terms = tuple(
+        t if all_keys and t.role == VALUE_ROLE else _narrow(symbolic, site, t, window) for t in mask.relative_terms
+    )
     return mask if terms == mask.relative_terms else replace(mask, relative_terms=terms)
 
 
@@ -49,7 +53,13 @@ def _narrow(symbolic: Symbolic, site: AttentionSite, term: RelativeTerm, window:
     index = _linear(term.index)
     shape = symbolic.shape(term.table.tensor) if term.table.tensor else None
     factor = index.get("k", 0)
-    if shape is None or not index.keys() <= _NAMES or abs(factor) != 1 or index.get("q", 0) != -factor:
+    if (
+        shape is None
+        or term.table.is_padded
+        or not index.keys() <= _NAMES
+        or abs(factor) != 1
+        or index.get("q", 0) != -factor
+    ):
         return term
     before, after = window if factor == 1 else window[::-1]
     of_queries, of_keys, offset = (index.get(name, 0) for name in ("S", "T", ""))
@@ -59,7 +69,8 @@ def _narrow(symbolic: Symbolic, site: AttentionSite, term: RelativeTerm, window:
     domain = domain_of(site)
     _, _, queries, keys = site.dims
     middle = integer(of_queries) * queries + integer(of_keys) * keys + integer(offset)
-    farthest = keys if factor == 1 or site.query_offset else queries  # and no pair is as far apart
+    # No key lies as far behind a query, or in front of it: the queries are the last positions, or all begin at 0.
+    farthest = keys if (factor == 1) != bool(site.query_offset) else queries
     if domain.bound(middle, upper=False) < -1 or domain.bound(rows - middle - farthest, upper=False) < 0:
         return term  # what the operator clamps would read other rows
     chosen = RowRange(of_queries, of_keys, offset, before, after)
