@@ -22,24 +22,24 @@ _SCALES = ("Mul", "Div")
 
 
 def merge_equal_nodes(
-    nodes: Iterable[SessionNode], constants: Iterable[onnx.TensorProto], kept: frozenset[str]
+    nodes: Iterable[SessionNode], constants: Iterable[tuple[str, onnx.TensorProto]], kept: frozenset[str]
 ) -> list[SessionNode]:
     """The nodes without those that compute what another one does.
 
     Args:
         nodes: in an order in which they can run.
-        constants: of the graph.
+        constants: of the graph, by the tensors that hold them.
         kept: tensors that have to be there by their names.
     """
     first: dict[object, tuple[str, ...]] = {}
     same: dict[str, str] = {}
     by_value: dict[bytes, str] = {}
-    for tensor in constants:
+    for name, tensor in constants:
         if tensor.ByteSize() <= _SMALL:
             unnamed = onnx.TensorProto()
             unnamed.CopyFrom(tensor)
             unnamed.ClearField("name")
-            same[tensor.name] = by_value.setdefault(unnamed.SerializeToString(deterministic=True), tensor.name)
+            same[name] = by_value.setdefault(unnamed.SerializeToString(deterministic=True), name)
     merged = []
     for node in nodes:
         inputs = tuple(same.get(n, n) for n in node.inputs)

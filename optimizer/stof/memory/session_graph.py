@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,10 +67,18 @@ def read_session_graph(
         else:
             nodes.append(node)
     if is_optimized:
-        stored = [t for t in graph.initializer if t.name not in inputs]
-        nodes = merge_equal_nodes(nodes, stored, outputs)
+        nodes = merge_equal_nodes(nodes, _named_constants(graph), outputs)
         nodes = fuse_matmuls(nodes, outputs, partial(_is_scalar, symbolic, constants), partial(_is_float, symbolic))
     return SessionGraph(tuple(nodes[i] for i in _order(nodes)), outputs, frozenset(given))
+
+
+def _named_constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    """Constants by the tensors that hold them: those that are stored, and those of nodes."""
+    given = {i.name for i in graph.input}
+    yield from ((t.name, t) for t in graph.initializer if t.name not in given)
+    for node in graph.node:
+        if node.op_type == "Constant" and is_standard(node):
+            yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
 
 
 def _is_scalar(symbolic: Symbolic, constants: Collection[str], name: str) -> bool:

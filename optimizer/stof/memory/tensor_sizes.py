@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -73,6 +74,14 @@ class TensorSizes:
                 raise UnknownSizeError(f"the size of {name!r} is not known: {self.text(name)} is too large")
             self._by_name[name] = total
         return self._by_name[name]
+
+    def dtype(self, name: str) -> int:
+        """The ONNX element type."""
+        return self._symbolic.dtype(name)
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value of a constant; None where it is none, or not known."""
+        return self._symbolic.constant(name)
 
     def item_bytes(self, name: str) -> int:
         """Bytes of one element."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from stof.graph.index import domain_of
+from stof.graph.index import DOMAIN, domain_of
 from stof.graph.node_fields import attributes_of
 from stof.memory.einsum_copies import einsum_copies
+from stof.memory.operator_workspace import operator_workspace
 from stof.memory.session_node import SessionNode
 from stof.memory.tensor_sizes import TensorSizes
 
@@ -41,6 +42,8 @@ class WorkingMemory:
 def working_memory(node: SessionNode, sizes: TensorSizes) -> WorkingMemory:
     """The blocks that a node takes while it runs."""
     key = domain_of(node.proto), node.op
+    if key[0] == DOMAIN:
+        return WorkingMemory(after=tuple(operator_workspace(node, sizes)))
     if rule := _BEFORE.get(key):
         return WorkingMemory(before=tuple(rule(node, sizes)))
     if rule := _AFTER.get(key):
