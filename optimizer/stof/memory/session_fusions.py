@@ -7,6 +7,7 @@ new node, and new nodes come after all others; so it runs before the other opera
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from stof.graph.index import is_standard, subgraphs
 from stof.graph.node_fields import attributes_of
 from stof.memory.session_node import SessionNode
 
-_SMALL = 256  # bytes of a constant of which equal ones are one
+_SMALL = 32  # elements of a constant of which equal ones are one
 _SCALES = ("Mul", "Div")
 
 
@@ -35,7 +36,7 @@ def merge_equal_nodes(
     same: dict[str, str] = {}
     by_value: dict[bytes, str] = {}
     for name, tensor in constants:
-        if tensor.ByteSize() <= _SMALL:
+        if math.prod(tensor.dims) <= _SMALL:
             unnamed = onnx.TensorProto()
             unnamed.CopyFrom(tensor)
             unnamed.ClearField("name")
