@@ -138,11 +138,11 @@ def show_size(size: Int) -> str:
     if size.constant is not None:
         return str(size.constant)
     words = []
-    for monomial, coefficient in size.terms:
+    for monomial, coefficient in sorted(size.terms, key=lambda t: t[1] < 0):
         factors = [str(abs(coefficient))] if abs(coefficient) != 1 or not monomial else []
         factors += map(_show_atom, monomial)
         words += [" - " if coefficient < 0 else " + ", "·".join(factors)]
-    return "".join(words[1:]) if words[0] == " + " else "".join(words).strip()
+    return "".join(words[1:] if words[0] == " + " else ["-", *words[1:]])
 
 
 def _show_atom(atom: Atom) -> str:

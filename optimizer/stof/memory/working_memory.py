@@ -95,6 +95,11 @@ def _scatter_elements(node: SessionNode, sizes: TensorSizes) -> list[int]:
     return [math.prod(sizes.shape(node.inputs[1])) * 8]
 
 
+def _dropout(node: SessionNode, sizes: TensorSizes) -> list[int]:
+    """Which elements it keeps, where the graph has no output for that."""
+    return [math.prod(sizes.shape(node.inputs[0]))] if len(node.outputs) == 1 else []
+
+
 def _result(node: SessionNode, sizes: TensorSizes) -> list[int]:
     """Once more what the node gives."""
     return [sizes.bytes(node.outputs[0])]
@@ -109,6 +114,7 @@ _BEFORE: Mapping[tuple[str, str], Rule] = {
 }
 _AFTER: Mapping[tuple[str, str], Rule] = {
     ("", "ConvTranspose"): _conv_transpose,
+    ("", "Dropout"): _dropout,
     ("", "LogSoftmax"): _softmax,
     ("", "ScatterElements"): _scatter_elements,
     ("", "Softmax"): _softmax,

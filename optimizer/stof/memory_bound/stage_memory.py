@@ -14,6 +14,7 @@ from stof.graph.index import DOMAIN
 from stof.graph.inline import inline
 from stof.memory.memory_report import MemoryReport
 from stof.memory.peak import PeakEstimate, estimate_peak
+from stof.memory.tensor_sizes import UnknownSizeError
 from stof.memory_bound.reasons import TensorReasons
 from stof.op_rewrite import Job
 from stof.stages import Stage, find_model_inputs
@@ -63,7 +64,7 @@ class StageMemory:
             if any(s.decided.has_replaced for s in stages):
                 final = _without_functions(stages[-1].written)
                 facts = stages[-1].facts if final is stages[-1].written else self._job.facts.of(final)
-                after = self._estimate(final, _reasons(stages), facts)
+                after = self._estimate_result(final, _reasons(stages), facts)
             return MemoryReport(self._sizes.by_name, self._before, after, limit=limit)
         except StofError as error:
             return MemoryReport(missing=str(error), limit=limit)
@@ -76,6 +77,13 @@ class StageMemory:
         stated = {name: most for name, (_, most) in self._job.options.shapes.items()}
         case = maker.dimensions.fit(replace(case, other=tuple({**dict(case.other), **stated}.items())))
         return _Sizes(maker.sizes(case), frozenset(maker.dimensions.batch_names))
+
+    def _estimate_result(self, model: onnx.ModelProto, reasons: Mapping[str, str], exact: Symbolic) -> PeakEstimate:
+        """The estimate by exact facts, or else by those that take sizes for equal which every usual run has equal."""
+        try:
+            return self._estimate(model, reasons, exact)
+        except UnknownSizeError:
+            return self._estimate(model, reasons, self._job.facts.of(model))
 
     def _estimate(self, model: onnx.ModelProto, reasons: Mapping[str, str], symbolic: Symbolic) -> PeakEstimate:
         assert self._sizes is not None
