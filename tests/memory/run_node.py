@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+import stof
 from stof.execution.run_limits import PeakMemory, resident_bytes
 
 
@@ -35,6 +36,7 @@ def main(path: str, arrays: str) -> None:
     options.enable_cpu_mem_arena = False
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
+    stof.register(options)
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     with np.load(arrays) as stored:
         feed = dict(stored)

@@ -15,7 +15,7 @@ from stof.memory.tensor_sizes import TensorSizes
 from stof.runtime.library import LibraryError, Op, Tensor, shape_of, tensor_of
 
 _MOST_THREADS = 64
-_KEY = 1  # of StofAttention's inputs
+_KEY = 1  # of StofAttention's inputs; its value follows
 
 
 def operator_workspace(node: SessionNode, sizes: TensorSizes) -> list[int]:
@@ -41,10 +41,10 @@ def _describe(name: str, sizes: TensorSizes, arrays: list[np.ndarray]) -> Tensor
 
 
 def _usual_workspace(node: SessionNode, sizes: TensorSizes) -> int:
-    """An fp32 copy of the keys, which attention packs; of other operators next to nothing."""
-    if node.op != "StofAttention" or len(node.inputs) <= _KEY:
+    """An fp32 copy of keys and values, which attention packs; of other operators next to nothing."""
+    if node.op != "StofAttention":
         return 0
-    return 4 * math.prod(sizes.shape(node.inputs[_KEY]))
+    return sum(4 * math.prod(sizes.shape(name)) for name in node.inputs[_KEY : _KEY + 2])
 
 
 @lru_cache(maxsize=64)
