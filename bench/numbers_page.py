@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +61,26 @@ def document(results: Path) -> str:
             lines += tabulate_texts(texts)
     lines += _patterns([r for path in sorted((results / "comparisons").glob("s2-*.json")) for r in read(path)])
     lines += _search(read(results / "search.json"))
+    lines += _memory(results / "memory-bound.json")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _memory(path: Path) -> list[str]:
+    """Estimated over measured memory of runs, by graph."""
+    if not path.is_file():
+        return []
+    rows = []
+    for name, pairs in json.loads(path.read_text()).items():
+        runs = [*pairs["original"], *pairs["result"]]
+        sizes = [" × ".join(str(n) for n in run["sizes"].values()) for run in runs]
+        cells = [f"{run['measured'] / 2**20:.0f} MiB, {run['ratio']:.2f}" for run in runs]
+        rows.append([f"`{name}`", *(f"{size}: {cell}" for size, cell in zip(sizes, cells, strict=True))])
+    head = ["graph", "before", "before, longer", "after", "after, longer"]
+    words = (
+        "`python tests/memory/memory_bound.py`: what a process grows by in its first run, and the "
+        "[estimate](../design/memory.md) over that. Sizes are those of the inputs, batch first.\n"
+    )
+    return ["## Memory of a run", "", words, table(head, rows)]
 
 
 def _time(us: float) -> str:

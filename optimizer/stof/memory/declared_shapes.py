@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx
 
-_KEPT = 4096  # bytes of a constant: shapes and axes, which inference reads
+_KEPT = 512  # elements of a constant: shapes and axes, which inference reads
 _INVENTED = "unk__"  # how ONNX's inference calls sizes that it does not know
 
 DeclaredShape = tuple[int | str | None, ...]
@@ -23,7 +25,7 @@ def infer_declared_shapes(model: onnx.ModelProto) -> dict[str, DeclaredShape]:
     graph.value_info.extend(model.graph.value_info)
     named = {i.name for i in graph.input}
     for tensor in model.graph.initializer:
-        if tensor.ByteSize() <= _KEPT:
+        if math.prod(tensor.dims) <= _KEPT:
             graph.initializer.append(tensor)
         elif tensor.name not in named:
             graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))

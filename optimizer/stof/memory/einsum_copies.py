@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an Einsum of ONNX Runtime copies: operands in another order of axes, the product, and the product in the order of the result.
+"""What an Einsum of ONNX Runtime copies: operands in other orders of axes, the product, and that in the result's order.
 
 Each operand is brought into one order of all labels. Two operands become a batched matrix product: labels of both that stay
 come first, then those of the left one, then those that are summed, then those of the right one. An axis of size 1 counts as

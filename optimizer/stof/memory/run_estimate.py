@@ -14,7 +14,7 @@ from stof.memory.session_graph import read_session_graph
 from stof.memory.session_node import SessionNode
 from stof.memory.session_plan import plan_session
 from stof.memory.tensor_sizes import TensorSizes, UnknownSizeError, item_bytes
-from stof.memory.working_memory import working_memory
+from stof.memory.working_memory import WorkingMemory, working_memory
 from stof.symbolic import Symbolic
 
 
@@ -76,9 +76,10 @@ class MemoryEstimate:
         self._symbolic, self._is_strict, self._is_widened = symbolic, is_strict, is_widened
         self._nodes = list(model.graph.node)
         self.weights = sum(weight_bytes(t, is_widened=is_widened) for t in model.graph.initializer)
-        graph = read_session_graph(model, symbolic, is_optimized=is_optimized)
+        declared = infer_declared_shapes(model)
+        graph = read_session_graph(model, symbolic, declared, is_optimized=is_optimized)
         items = {o: item_bytes(symbolic.dtype(o), is_widened=is_widened) for n in graph.nodes for o in n.outputs}
-        self._plan = plan_session(graph, infer_declared_shapes(model), items)
+        self._plan = plan_session(graph, declared, items)
         self._outputs = graph.outputs
 
     def tensor_sizes(self, sizes: Mapping[str, int]) -> TensorSizes:
@@ -107,8 +108,8 @@ class MemoryEstimate:
         for step in self._plan.steps:
             held |= {buffer: self._bytes(buffer, tensors) for buffer in step.made}
             content |= {self._plan.buffer_of[o]: o for o in step.node.outputs}
-            working = sum(self._working(step.node, tensors))
-            yield Moment(step.node, {content[b]: size for b, size in held.items()}, working)
+            working = self._working(step.node, tensors)
+            yield Moment(step.node, {content[b]: size for b, size in held.items()}, working.bytes)
             for buffer in step.ended:
                 held.pop(buffer, None)
 
@@ -120,8 +121,11 @@ class MemoryEstimate:
         """
         arena, chunks = Arena(), dict[str, ArenaChunk | None]()
         for step in self._plan.steps:
+            working = self._working(step.node, tensors)
+            taken = [arena.allocate(size) for size in working.before]
             chunks |= {buffer: arena.allocate(self._bytes(buffer, tensors)) for buffer in step.made}
-            for chunk in [arena.allocate(size) for size in self._working(step.node, tensors)]:
+            taken += [arena.allocate(size) for size in working.after]
+            for chunk in taken:
                 arena.free(chunk)
             for buffer in step.ended:
                 arena.free(chunks.pop(buffer, None))
@@ -135,13 +139,13 @@ class MemoryEstimate:
                 raise
             return 0
 
-    def _working(self, node: SessionNode, tensors: TensorSizes) -> list[int]:
+    def _working(self, node: SessionNode, tensors: TensorSizes) -> WorkingMemory:
         try:
             return working_memory(node, tensors)
         except UnknownSizeError:
             if self._is_strict:
                 raise
-            return []
+            return WorkingMemory()
 
 
 def weight_bytes(tensor: onnx.TensorProto, *, is_widened: bool) -> int:

@@ -7,6 +7,7 @@ new node, and new nodes come after all others; so it runs before the other opera
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,29 +18,29 @@ from stof.graph.index import is_standard, subgraphs
 from stof.graph.node_fields import attributes_of
 from stof.memory.session_node import SessionNode
 
-_SMALL = 256  # bytes of a constant of which equal ones are one
+_SMALL = 32  # elements of a constant of which equal ones are one
 _SCALES = ("Mul", "Div")
 
 
 def merge_equal_nodes(
-    nodes: Iterable[SessionNode], constants: Iterable[onnx.TensorProto], kept: frozenset[str]
+    nodes: Iterable[SessionNode], constants: Iterable[tuple[str, onnx.TensorProto]], kept: frozenset[str]
 ) -> list[SessionNode]:
     """The nodes without those that compute what another one does.
 
     Args:
         nodes: in an order in which they can run.
-        constants: of the graph.
+        constants: of the graph, by the tensors that hold them.
         kept: tensors that have to be there by their names.
     """
     first: dict[object, tuple[str, ...]] = {}
     same: dict[str, str] = {}
     by_value: dict[bytes, str] = {}
-    for tensor in constants:
-        if tensor.ByteSize() <= _SMALL:
+    for name, tensor in constants:
+        if math.prod(tensor.dims) <= _SMALL:
             unnamed = onnx.TensorProto()
             unnamed.CopyFrom(tensor)
             unnamed.ClearField("name")
-            same[tensor.name] = by_value.setdefault(unnamed.SerializeToString(deterministic=True), tensor.name)
+            same[name] = by_value.setdefault(unnamed.SerializeToString(deterministic=True), name)
     merged = []
     for node in nodes:
         inputs = tuple(same.get(n, n) for n in node.inputs)

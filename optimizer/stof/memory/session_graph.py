@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import onnx
 
 from stof.graph.index import all_nodes, captured_tensors, is_standard, subgraphs
+from stof.memory.declared_shapes import DeclaredShape
 from stof.memory.session_fusions import fuse_matmuls, merge_equal_nodes
 from stof.memory.session_node import SessionNode
 from stof.symbolic import Symbolic
@@ -36,12 +37,15 @@ class SessionGraph:
     given: frozenset[str]
 
 
-def read_session_graph(model: onnx.ModelProto, symbolic: Symbolic, *, is_optimized: bool) -> SessionGraph:
+def read_session_graph(
+    model: onnx.ModelProto, symbolic: Symbolic, declared: Mapping[str, DeclaredShape], *, is_optimized: bool
+) -> SessionGraph:
     """The main graph of a model as a session runs it.
 
     Args:
         model: whose functions are those of fused operators, which the session has kernels for.
         symbolic: facts of its tensors.
+        declared: shapes that are known before sizes are.
         is_optimized: whether the session optimizes graphs, which is the default.
     """
     graph = model.graph
@@ -55,7 +59,7 @@ def read_session_graph(model: onnx.ModelProto, symbolic: Symbolic, *, is_optimiz
     for proto in graph.node:
         node = _rename(proto, renamed)
         read = {n for n in (*node.inputs, *node.captured) if n}
-        if _is_constant(node, read, constants, symbolic, is_optimized=is_optimized):
+        if _is_constant(node, read, constants, declared, is_optimized=is_optimized):
             constants.update(node.outputs)
             given.update(node.outputs)
         elif is_optimized and _is_copy(node, symbolic) and not outputs & set(node.outputs):
@@ -63,15 +67,23 @@ def read_session_graph(model: onnx.ModelProto, symbolic: Symbolic, *, is_optimiz
         else:
             nodes.append(node)
     if is_optimized:
-        stored = [t for t in graph.initializer if t.name not in inputs]
-        nodes = merge_equal_nodes(nodes, stored, outputs)
-        nodes = fuse_matmuls(nodes, outputs, partial(_is_scalar, symbolic), partial(_is_float, symbolic))
+        nodes = merge_equal_nodes(nodes, _named_constants(graph), outputs)
+        nodes = fuse_matmuls(nodes, outputs, partial(_is_scalar, symbolic, constants), partial(_is_float, symbolic))
     return SessionGraph(tuple(nodes[i] for i in _order(nodes)), outputs, frozenset(given))
 
 
-def _is_scalar(symbolic: Symbolic, name: str) -> bool:
-    constant = symbolic.constant(name) if name else None
-    return constant is not None and constant.size == 1
+def _named_constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    """Constants by the tensors that hold them: those that are stored, and those of nodes."""
+    given = {i.name for i in graph.input}
+    yield from ((t.name, t) for t in graph.initializer if t.name not in given)
+    for node in graph.node:
+        if node.op_type == "Constant" and is_standard(node):
+            yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
+
+
+def _is_scalar(symbolic: Symbolic, constants: Collection[str], name: str) -> bool:
+    shape = symbolic.shape(name) if name in constants else None
+    return shape is not None and all(size.constant == 1 for size in shape)
 
 
 def _is_float(symbolic: Symbolic, name: str) -> bool:
@@ -89,7 +101,12 @@ def _rename(proto: onnx.NodeProto, renamed: Mapping[str, str]) -> SessionNode:
 
 
 def _is_constant(
-    node: SessionNode, read: set[str], constants: set[str], symbolic: Symbolic, *, is_optimized: bool
+    node: SessionNode,
+    read: set[str],
+    constants: set[str],
+    declared: Mapping[str, DeclaredShape],
+    *,
+    is_optimized: bool,
 ) -> bool:
     """Whether a session computes a node when it is made."""
     if node.op == "Constant" and is_standard(node.proto):
@@ -98,7 +115,8 @@ def _is_constant(
         return False
     if read <= constants and read:
         return True
-    return node.op in ("Shape", "Size") and all(map(symbolic.is_constant, node.outputs))
+    shape = declared.get(node.inputs[0]) if node.op in ("Shape", "Size") else None
+    return shape is not None and all(isinstance(size, int) for size in shape)
 
 
 def _is_copy(node: SessionNode, symbolic: Symbolic) -> bool:

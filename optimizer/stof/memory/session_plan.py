@@ -8,7 +8,7 @@ that is free by then; such a buffer stays allocated in between. Else it gets one
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -80,7 +80,8 @@ class _Planner:
             self._uses.update(node.outputs)
         self._uses.update(graph.outputs)
         self._buffer = {name: name for name in self._uses}
-        self._free: list[str] = []  # buffers that nobody reads any more, the last one at the end
+        # Buffers that nobody reads any more by their size, the last one at the end.
+        self._free: defaultdict[tuple[DeclaredShape, int], list[str]] = defaultdict(list)
 
     def plan(self) -> SessionPlan:
         made: list[tuple[str, ...]] = []
@@ -123,21 +124,21 @@ class _Planner:
 
     def _take_free(self, name: str) -> str:
         """The buffer that became free last among those of a result's size; empty where there is none."""
-        if not self._declared.get(name):  # scalars have buffers of their own
-            return ""
-        for index in reversed(range(len(self._free))):
-            if self._is_same_size(self._free[index], name):
-                return self._free.pop(index)
-        return ""
+        size = self._size(name)
+        free = self._free[size] if size is not None and size[0] else []  # scalars have buffers of their own
+        return free.pop() if free else ""
 
     def _is_same_size(self, one: str, other: str) -> bool:
-        first, second = self._declared.get(one), self._declared.get(other)
-        if first is None or second is None or self._item_bytes.get(one) != self._item_bytes.get(other):
-            return False
-        return first == second and None not in first
+        size = self._size(one)
+        return size is not None and size == self._size(other)
+
+    def _size(self, name: str) -> tuple[DeclaredShape, int] | None:
+        """The declared shape of a tensor and the bytes of an element; None where a size is not declared."""
+        shape = self._declared.get(name)
+        return None if shape is None or None in shape else (shape, self._item_bytes.get(name, 0))
 
     def _release(self, name: str) -> None:
         buffer = self._buffer[name]
         self._uses[buffer] -= 1
-        if not self._uses[buffer]:
-            self._free.append(buffer)
+        if not self._uses[buffer] and (size := self._size(buffer)) is not None:
+            self._free[size].append(buffer)

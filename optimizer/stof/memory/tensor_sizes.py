@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -14,8 +15,9 @@ from stof.execution.upcast import HALF
 from stof.graph.index import producers
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate, size_names
-from stof.symbolic.algebra.terms import Int
+from stof.symbolic.algebra.terms import Atom, Int
 
+_BROADCASTING = frozenset({"Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Where"})
 _LARGEST = 1 << 56  # bytes; more are nonsense of an expression that does not hold at these sizes
 
 
@@ -26,7 +28,8 @@ class UnknownSizeError(UnsupportedError):
 class TensorSizes:
     """Tensors at sizes of the model's dimensions.
 
-    A size that depends on data is the largest one that it can be: of a NonZero one for each element, of a Slice all.
+    A size that depends on data is the largest one that it can be: of a NonZero one for each element, of a Slice all, of two
+    sizes that are broadcast the larger one.
 
     Args:
         symbolic: shapes of the model's tensors.
@@ -74,6 +77,14 @@ class TensorSizes:
             self._by_name[name] = total
         return self._by_name[name]
 
+    def dtype(self, name: str) -> int:
+        """The ONNX element type."""
+        return self._symbolic.dtype(name)
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value of a constant; None where it is none, or not known."""
+        return self._symbolic.constant(name)
+
     def item_bytes(self, name: str) -> int:
         """Bytes of one element."""
         return item_bytes(self._symbolic.dtype(name), is_widened=self._is_widened)
@@ -99,13 +110,27 @@ class TensorSizes:
             if node is None or not node.input or not node.input[0]:
                 continue
             self._sizes[size] = 0  # of a size that depends on itself
-            shape = self.shape(node.input[0])
-            if node.op_type == "NonZero":
-                self._sizes[size] = math.prod(shape)
-            elif node.op_type == "Slice" and int(axis) < len(shape):
-                self._sizes[size] = shape[int(axis)]
-            else:
+            bound = self._bound(node, int(axis))
+            if bound is None:
                 del self._sizes[size]
+            else:
+                self._sizes[size] = bound
+
+    def _bound(self, node: onnx.NodeProto, axis: int) -> int | None:
+        """The largest size of an axis of a node's result; None where it is not known."""
+        if node.op_type in _BROADCASTING:
+            rank = len(self._symbolic.shape(node.output[0]) or ())
+            shapes = [self.shape(name) for name in node.input if name]
+            return max((s[axis - rank] for s in shapes if len(s) >= rank - axis), default=None)
+        shape = self.shape(node.input[0])
+        if node.op_type == "NonZero":
+            return math.prod(shape)
+        if node.op_type == "Slice" and axis < len(shape):
+            return shape[axis]
+        rank = len(self._symbolic.shape(node.output[0]) or ())
+        if node.op_type == "Expand" and len(shape) >= rank - axis and shape[axis - rank] > 1:
+            return shape[axis - rank]
+        return None
 
 
 def show_size(size: Int) -> str:
@@ -113,11 +138,24 @@ def show_size(size: Int) -> str:
     if size.constant is not None:
         return str(size.constant)
     words = []
-    for monomial, coefficient in size.terms:
+    for monomial, coefficient in sorted(size.terms, key=lambda t: t[1] < 0):
         factors = [str(abs(coefficient))] if abs(coefficient) != 1 or not monomial else []
-        factors += [str(a.args[0]) if a.kind == "size" else f"{a.kind}(...)" for a in monomial]
+        factors += map(_show_atom, monomial)
         words += [" - " if coefficient < 0 else " + ", "·".join(factors)]
-    return "".join(words[1:]) if words[0] == " + " else "".join(words).strip()
+    return "".join(words[1:] if words[0] == " + " else ["-", *words[1:]])
+
+
+def _show_atom(atom: Atom) -> str:
+    args = [show_size(a) if isinstance(a, Int) else str(a) for a in atom.args]
+    match atom.kind:
+        case "size":
+            return args[0]
+        case "div" | "quotient" | "mod":
+            sign = "%" if atom.kind == "mod" else "//"
+            return f"(({args[0]}) {sign} {args[1]})" if " " in args[0] else f"({args[0]} {sign} {args[1]})"
+        case "min" | "max":
+            return f"{atom.kind}({', '.join(args)})"
+    return f"{atom.kind}(...)"
 
 
 def item_bytes(dtype: int, *, is_widened: bool = True) -> int:

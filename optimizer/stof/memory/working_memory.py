@@ -8,21 +8,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 
-from stof.graph.index import domain_of
+from stof.graph.index import DOMAIN, domain_of
 from stof.graph.node_fields import attributes_of
 from stof.memory.einsum_copies import einsum_copies
+from stof.memory.operator_workspace import operator_workspace
 from stof.memory.session_node import SessionNode
 from stof.memory.tensor_sizes import TensorSizes
 
 Rule = Callable[[SessionNode, TensorSizes], list[int]]
 
 
-def working_memory(node: SessionNode, sizes: TensorSizes) -> list[int]:
-    """Bytes of each block that a node takes while it runs."""
-    rule = _RULES.get((domain_of(node.proto), node.op))
-    return [] if rule is None else rule(node, sizes)
+@dataclass(frozen=True)
+class WorkingMemory:
+    """Bytes of blocks that a node takes while it runs.
+
+    Attributes:
+        before: those that it takes before its results.
+        after: the others.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """All together."""
+        return sum(self.before) + sum(self.after)
+
+
+def working_memory(node: SessionNode, sizes: TensorSizes) -> WorkingMemory:
+    """The blocks that a node takes while it runs."""
+    key = domain_of(node.proto), node.op
+    if key[0] == DOMAIN:
+        return WorkingMemory(after=tuple(operator_workspace(node, sizes)))
+    if rule := _BEFORE.get(key):
+        return WorkingMemory(before=tuple(rule(node, sizes)))
+    if rule := _AFTER.get(key):
+        return WorkingMemory(after=tuple(rule(node, sizes)))
+    return WorkingMemory()
 
 
 def _where(node: SessionNode, sizes: TensorSizes) -> list[int]:
@@ -69,20 +95,28 @@ def _scatter_elements(node: SessionNode, sizes: TensorSizes) -> list[int]:
     return [math.prod(sizes.shape(node.inputs[1])) * 8]
 
 
+def _dropout(node: SessionNode, sizes: TensorSizes) -> list[int]:
+    """Which elements it keeps, where the graph has no output for that."""
+    return [math.prod(sizes.shape(node.inputs[0]))] if len(node.outputs) == 1 else []
+
+
 def _result(node: SessionNode, sizes: TensorSizes) -> list[int]:
     """Once more what the node gives."""
     return [sizes.bytes(node.outputs[0])]
 
 
-_RULES: Mapping[tuple[str, str], Rule] = {
-    ("", "Where"): _where,
+_BEFORE: Mapping[tuple[str, str], Rule] = {
     ("", "Einsum"): _einsum,
-    ("", "Softmax"): _softmax,
-    ("", "LogSoftmax"): _softmax,
-    **{("", op): _variadic for op in ("Max", "Mean", "Min", "Sum")},
-    ("", "ConvTranspose"): _conv_transpose,
-    ("", "ScatterElements"): _scatter_elements,
-    ("", "NonZero"): _result,
     ("", "HardSwish"): _result,
+    ("", "NonZero"): _result,
+    ("", "Where"): _where,
+    **{("", op): _variadic for op in ("Max", "Mean", "Min", "Sum")},
+}
+_AFTER: Mapping[tuple[str, str], Rule] = {
+    ("", "ConvTranspose"): _conv_transpose,
+    ("", "Dropout"): _dropout,
+    ("", "LogSoftmax"): _softmax,
+    ("", "ScatterElements"): _scatter_elements,
+    ("", "Softmax"): _softmax,
     ("com.microsoft", "BiasGelu"): _result,
 }

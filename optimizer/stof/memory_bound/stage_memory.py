@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import onnx
 
@@ -13,10 +14,14 @@ from stof.graph.index import DOMAIN
 from stof.graph.inline import inline
 from stof.memory.memory_report import MemoryReport
 from stof.memory.peak import PeakEstimate, estimate_peak
+from stof.memory.tensor_sizes import UnknownSizeError
 from stof.memory_bound.reasons import TensorReasons
 from stof.op_rewrite import Job
 from stof.stages import Stage, find_model_inputs
 from stof.symbolic import Symbolic
+
+if TYPE_CHECKING:
+    from stof.execution.inputs import InputMaker
 
 _LENGTH = 2048  # where --shape states none, as of the estimates of speed
 _LARGEST = 1 << 31  # bytes of a model with functions, which are put in their place
@@ -48,28 +53,37 @@ class StageMemory:
         if self._job.target.keeps_plugins:
             return MemoryReport(missing="TensorRT plans the memory of an engine when it builds it", limit=limit)
         try:
-            if self._sizes is None:
-                self._sizes = self._choose_sizes(stages)
-            if self._before is None:
+            if self._sizes is None or self._before is None:
+                inputs = find_model_inputs(self._job, stages)
+                self._sizes = self._choose_sizes(inputs.maker)
                 original = _without_functions(self._job.model)
-                self._before = self._estimate(original, _reasons(stages), self._job.facts.of(original))
+                # Those by which inputs are drawn, where they are of the same model.
+                facts = inputs.symbolic if inputs.working is original else self._job.facts.of(original)
+                self._before = self._estimate(original, _reasons(stages), facts)
             after = None
             if any(s.decided.has_replaced for s in stages):
                 final = _without_functions(stages[-1].written)
-                after = self._estimate(final, _reasons(stages), Symbolic(final, rules=stages[-1].result_rules.shapes))
+                facts = stages[-1].facts if final is stages[-1].written else self._job.facts.of(final)
+                after = self._estimate_result(final, _reasons(stages), facts)
             return MemoryReport(self._sizes.by_name, self._before, after, limit=limit)
         except StofError as error:
             return MemoryReport(missing=str(error), limit=limit)
         except Exception as error:  # an estimate is no reason to fail
             return MemoryReport(missing=f"{type(error).__name__}: {explained(error)}", limit=limit)
 
-    def _choose_sizes(self, stages: Sequence[Stage]) -> _Sizes:
+    def _choose_sizes(self, maker: InputMaker) -> _Sizes:
         """The largest sizes in use: those of --shape, and else one text of a usual length, or as long as tables allow."""
-        maker = find_model_inputs(self._job, stages).maker
         case = maker.prompt_case(_LENGTH)
         stated = {name: most for name, (_, most) in self._job.options.shapes.items()}
         case = maker.dimensions.fit(replace(case, other=tuple({**dict(case.other), **stated}.items())))
         return _Sizes(maker.sizes(case), frozenset(maker.dimensions.batch_names))
+
+    def _estimate_result(self, model: onnx.ModelProto, reasons: Mapping[str, str], exact: Symbolic) -> PeakEstimate:
+        """The estimate by exact facts, or else by those that take sizes for equal which every usual run has equal."""
+        try:
+            return self._estimate(model, reasons, exact)
+        except UnknownSizeError:
+            return self._estimate(model, reasons, self._job.facts.of(model))
 
     def _estimate(self, model: onnx.ModelProto, reasons: Mapping[str, str], symbolic: Symbolic) -> PeakEstimate:
         assert self._sizes is not None
