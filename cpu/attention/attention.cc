@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "cpu/attention/plan.h"
+#include "cpu/attention/red_zone.h"
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
-#include "cpu/red_zone.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/mask/columns/key_columns.h"
@@ -347,7 +347,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
   if (!CheckForCpu(args, config).ok()) return 0;
-  cpu::AttentionPlan plan(args, config);
+  cpu::AttentionPlan plan(args, config, std::max(1, threads));
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
   return static_cast<size_t>(MakeLayout(*plan.problem(), plan.Items(), kernels, std::max(1, threads)).total);
 }
@@ -357,10 +357,10 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   STOF_RETURN_IF_ERROR(CheckForCpu(args, config));
   if (args.shape.B == 0 || args.shape.H == 0 || args.shape.S == 0) return Status();
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
-  cpu::AttentionPlan plan(args, config);
+  const int threads = std::max(1, parallel.threads);
+  cpu::AttentionPlan plan(args, config, threads);
   cpu::AttentionProblem& problem = *plan.problem();
   const int64_t items = plan.Items();
-  const int threads = std::max(1, parallel.threads);
   const Layout layout = MakeLayout(problem, items, kernels, threads);
   char* base = static_cast<char*>(workspace);
   const RedZones red_zones(base, layout);

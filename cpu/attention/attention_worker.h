@@ -336,7 +336,6 @@ class AttentionWorker {
         const bool is_ahead = first == 0 && CanPrefetch(tile, scratch_.copy_values);
         ScoresInPlace(strips[0], keys_in_place, key_type, ldk, is_ahead ? value_rows : kNoRows);
       } else {
-        StartScores(strips, 0, count, key0);
         PackedScores(strips, 0, count, packed);
       }
       for (int i = 0; i < count; ++i) {
@@ -346,7 +345,6 @@ class AttentionWorker {
           if (kInPlace) {
             ScoresInPlace(strips[i], keys_in_place, key_type, ldk, kNoRows);
           } else {
-            StartScores(strips, i, i + 1, key0);
             PackedScores(strips, i, i + 1, packed);
           }
           Adjust(strips[i], s, key0, keys);
@@ -410,8 +408,7 @@ class AttentionWorker {
   void PanelScores(int rows, const float* q, int64_t ldq, const float* keys, int panels, const float* start, float* s,
                    int64_t lds) const;
   __attribute__((noinline)) void FillRing(int term, int row, int64_t first, int64_t last) const;
-  template <typename Base>
-  void AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0, const Base& base) const;
+  __attribute__((noinline)) void AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const;
   __attribute__((noinline)) void AddAnyProducts(int term, const Strip& strip, float* s, int64_t key0) const;
   __attribute__((noinline)) void KeyProducts(int64_t key0, int keys, const float* packed) const;
   const float* BlockProducts(int64_t first, int64_t last, int64_t key0, int keys, const float* packed) const;
@@ -420,19 +417,7 @@ class AttentionWorker {
                                                      float* to) const;
   __attribute__((noinline)) void AnyKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
                                                 float* to) const;
-  // Whether tables of relative positions add to scores.
-  bool HasScoreTerms() const {
-    return !kInPlace && problem_.relative != nullptr &&
-           (problem_.relative->key[0].table != nullptr || problem_.relative->query.table != nullptr);
-  }
-  // Writes what the products of queries and keys are added to, where there are tables.
-  void StartScores(const Strip* strips, int begin, int end, int64_t key0) const {
-    if constexpr (!kInPlace) {
-      if (!HasScoreTerms()) return;
-      for (int i = begin; i < end; ++i) StartStrip(strips[i], scratch_.s + i * kRows * int64_t{problem_.n}, key0);
-    }
-  }
-  __attribute__((noinline)) void StartStrip(const Strip& strip, float* s, int64_t key0) const;
+  __attribute__((noinline)) void AddRelativeProducts(const Strip& strip, float* s, int64_t key0) const;
   __attribute__((noinline)) void AddRowWeights(const Strip& strip, const float* p, int64_t key0) const;
   __attribute__((noinline)) void AddRowValues(int r, float* to) const;
   __attribute__((noinline)) const float* AddMeanRowValues(int r) const;

@@ -51,7 +51,7 @@ bool HasFewQueries(const AttentionArgs& args) {
   return args.shape.S <= kFewRows || (args.shape.S <= kMostFewRows && args.shape.T >= kManyKeys);
 }
 
-AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config) : args_(args) {
+AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) : args_(args) {
   problem_.args = &args;
   if (const BlockMask* const blocks = args.mask.fixed.blocks()) {
     const BlockMask& mask = *blocks;
@@ -81,16 +81,17 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   problem_.few_queries = args.shape.S <= config.m && HasFewQueries(args);
   problem_.few_queries ? PlanFewQueries() : PlanTileRows();
   problem_.sequences = sequences_.data();
-  PlanRelativeTables();
+  PlanRelativeTables(threads);
 }
 
-void AttentionPlan::PlanRelativeTables() {
+void AttentionPlan::PlanRelativeTables(int threads) {
   const ScoreArgs& scores = args_.scores;
   if (!scores.has_relative_tables() && !args_.relative_value.given()) return;
-  // The rows of a head follow each other, and no other sequence needs its tables: they are packed where they are read,
-  // in the cache.
-  const bool are_heads_together =
-      args_.shape.B == 1 && args_.mask.fixed.blocks() == nullptr && args_.mask.fixed.elements() == nullptr;
+  // One worker gets all rows of a head, and no other sequence needs its tables: they are packed where they are read, in
+  // the cache.
+  const bool are_heads_whole = threads == 1 || (args_.shape.H >= 2 * threads && args_.shape.H % threads == 0);
+  const bool are_heads_together = args_.shape.B == 1 && are_heads_whole && args_.mask.fixed.blocks() == nullptr &&
+                                  args_.mask.fixed.elements() == nullptr;
   const auto plan = [&](const RelativeTable& table, PackedTable* packed) {
     if (!table.given()) return;
     packed->table = &table;

@@ -22,9 +22,9 @@ struct Run {
   int first, last;
 };
 
-// QK^T: s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows], or added to s. A vector holds kWidth of the
-// kPanel keys of a packed panel.
-template <int kRows, int kBlock, bool kAdds>
+// QK^T: s[kRows, kBlock vectors] = q[kRows, size] · keys + start[kRows]. A vector holds kWidth of the kPanel keys of a
+// packed panel.
+template <int kRows, int kBlock>
 __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size, const float* keys,
                                       int64_t panel_stride, const float* start, float* s, int64_t lds) {
   constexpr int kPerPanel = kPanel / kWidth;
@@ -32,7 +32,7 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kBlock; ++j) sum[r][j] = kAdds ? Simd::Load(s + r * lds + j * kWidth) : Simd::Set1(start[r]);
+    for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(start[r]);
   }
 #pragma GCC unroll 4
   for (int64_t d = 0; d < size; ++d) {

@@ -154,12 +154,9 @@ void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64
   }
 }
 
-// Distances j - i whose neighbours name equal or neighbouring rows: 16 keys in order name 16 rows at most. base(r, c):
-// what their products are added to.
+// Distances j - i whose neighbours name equal or neighbouring rows: 16 keys in order name 16 rows at most.
 template <bool kInPlace>
-template <typename Base>
-inline void AttentionWorker<kInPlace>::AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0,
-                                                           const Base& base) const {
+void AttentionWorker<kInPlace>::AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const {
   const PackedTable& table = problem_.relative->key[term];
   const RelativeRows& index = table.table->index;
   const int64_t ld = RingStride(table), mask = table.capacity * kPanel - 1;
@@ -174,13 +171,14 @@ inline void AttentionWorker<kInPlace>::AddDistanceProducts(int term, const Strip
       float* const to = s + r * problem_.n;
       if (index.is_linear) {
         for (int c = first; c < last; c += kWidth) {
-          Simd::Store(to + c, Simd::Add(base(r, c), Simd::Load(ring + (named[c - r] & mask))));
+          const float* const from = ring + (named[c - r] & mask);
+          Simd::Store(to + c, Simd::Add(Simd::Load(to + c), Simd::Load(from)));
         }
         continue;
       }
       for (int c = first; c < last; c += kWidth) {
         const int32_t* const at = named + c - r;
-        Simd::Store(to + c, Simd::Add(base(r, c), Simd::Pick(ring + (at[0] & mask), at, at[0])));
+        Simd::Store(to + c, Simd::Add(Simd::Load(to + c), Simd::Pick(ring + (at[0] & mask), at, at[0])));
       }
     }
   }
@@ -234,21 +232,25 @@ void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float*
   const PackedTable& table = problem_.relative->query;
   const RelativeRows& index = table.table->index;
   const bool is_distance = index.is_stepwise && index.key_part == nullptr;
-  constexpr int kPanels = kKeyBlock / kPanel;
-  for (int c = 0; c < keys; c += kKeyBlock) {
+  // Each key of a block is multiplied with the rows of all its keys: two panels do where accumulators hold four, and
+  // few queries take one.
+  const int size = table.keeps_products || !is_distance ? kKeyBlock
+                   : rows_ <= kPanel                    ? kPanel
+                                                        : static_cast<int>(Min(kBlockPanels, 2)) * kPanel;
+  for (int c = 0; c < keys; c += size) {
     // The rows of a block: those of strips that attend one of its keys.
     int first = -1, last = 0;
     for (int row = 0; row < rows_; row += kRows) {
       Strip strip;
       strip.row = row;
       FindPanels(keys, &strip);
-      if ((strip.active >> (c / kPanel) & ((1u << kPanels) - 1u)) == 0) continue;
+      if ((strip.active >> (c / kPanel) & ((1u << size / kPanel) - 1u)) == 0) continue;
       if (first < 0) first = row;
       last = static_cast<int>(Min(row + kRows, rows_));
     }
     if (first < 0) continue;
     const float* const block = packed + c / kPanel * args_.shape.D * kPanel;
-    const int count = static_cast<int>(Min(kKeyBlock, RoundUp(keys, kPanel) - c));
+    const int count = static_cast<int>(Min(size, RoundUp(keys, kPanel) - c));
     if (is_distance) {
       DistanceKeyProducts(first, last, key0 + c, count, block, scratch_.key_terms + c);
     } else {
@@ -379,40 +381,24 @@ void AttentionWorker<kInPlace>::AnyKeyProducts(int first, int last, int64_t key0
 }
 
 template <bool kInPlace>
-void AttentionWorker<kInPlace>::StartStrip(const Strip& strip, float* s, int64_t key0) const {
+void AttentionWorker<kInPlace>::AddRelativeProducts(const Strip& strip, float* s, int64_t key0) const {
   const RelativeTables& relative = *problem_.relative;
-  const float* const starts = args_.scores.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
-  const float* const terms = relative.query.table == nullptr ? nullptr : scratch_.key_terms + strip.row * problem_.n;
-  const int64_t n = problem_.n;
-  const auto start = [&](int r, int) { return Simd::Set1(starts[r]); };
-  const auto of_keys = [&](int r, int c) { return Simd::Add(Simd::Set1(starts[r]), Simd::Load(terms + r * n + c)); };
-  const auto sum = [&](int r, int c) { return Simd::Load(s + r * n + c); };
-  const auto is_distance = [&](int term) {
+  for (int term = 0; term < 2; ++term) {
     const RelativeTable* const table = relative.key[term].table;
-    return table != nullptr && table->index.is_stepwise && table->index.key_part == nullptr;
-  };
-  int term = is_distance(0) ? 0 : 1;
-  if (!is_distance(term)) {
-    for (int r = 0; r < Min(kRows, rows_ - strip.row); ++r) {
-      ForEachVector(strip, s + r * n,
-                    [&](float* at, int c) { Simd::Store(at, terms == nullptr ? start(r, c) : of_keys(r, c)); });
-    }
-  } else if (terms == nullptr) {
-    AddDistanceProducts(term, strip, s, key0, start);
-  } else {
-    AddDistanceProducts(term, strip, s, key0, of_keys);
-  }
-  for (int other = 0; other < 2; ++other) {
-    if (relative.key[other].table == nullptr || (other == term && is_distance(term))) continue;
-    if (is_distance(other)) {
-      AddDistanceProducts(other, strip, s, key0, sum);
+    if (table == nullptr) continue;
+    if (table->index.is_stepwise && table->index.key_part == nullptr) {
+      AddDistanceProducts(term, strip, s, key0);
     } else {
-      AddAnyProducts(other, strip, s, key0);
+      AddAnyProducts(term, strip, s, key0);
     }
   }
-  // The rest of a strip's register block is computed, and not used.
-  for (int r = static_cast<int>(rows_ - strip.row); r < kRows; ++r) {
-    ForEachVector(strip, s + r * n, [](float* at, int) { Simd::Store(at, Simd::Set1(0.0f)); });
+  if (relative.query.table == nullptr) return;
+  const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  for (int r = 0; r < rows; ++r) {
+    const float* const terms = scratch_.key_terms + (strip.row + r) * problem_.n;
+    ForEachVector(strip, s + r * problem_.n, [&](float* at, int column) {
+      Simd::Store(at, Simd::Add(Simd::Load(at), Simd::Load(terms + column)));
+    });
   }
 }
 

@@ -177,25 +177,18 @@ inline const float* AttentionWorker<kInPlace>::PackedValues(int64_t tile) const 
   return problem_.packed_values + FirstPanel() * kPanel * scratch_.ldo + (tile - first) * size;
 }
 
-// start: nullptr adds to s.
 template <bool kInPlace>
 template <int kBlock>
 inline void AttentionWorker<kInPlace>::StripScores(int rows, const float* q, int64_t ldq, int64_t size,
                                                    const float* keys, int64_t stride, const float* start, float* s,
                                                    int64_t lds) {
-  if (start == nullptr) {
-    if (rows > 4) return Scores<kStrip, kBlock, true>(q, ldq, size, keys, stride, start, s, lds);
-    if (rows > 2) return Scores<4, kBlock, true>(q, ldq, size, keys, stride, start, s, lds);
-    return Scores<2, kBlock, true>(q, ldq, size, keys, stride, start, s, lds);
-  }
-  if (rows > 4) return Scores<kStrip, kBlock, false>(q, ldq, size, keys, stride, start, s, lds);
-  if (rows > 2) return Scores<4, kBlock, false>(q, ldq, size, keys, stride, start, s, lds);
-  Scores<2, kBlock, false>(q, ldq, size, keys, stride, start, s, lds);
+  if (rows > 4) return Scores<kStrip, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+  if (rows > 2) return Scores<4, kBlock>(q, ldq, size, keys, stride, start, s, lds);
+  Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
 }
 
 template <bool kInPlace>
 inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
-  const bool has_terms = HasScoreTerms();
   const int64_t stride = args_.shape.D * kPanel;
   const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.shape.D;
   constexpr int kBlockKeys = kVectors * kWidth;
@@ -213,9 +206,7 @@ inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int beg
     for (int i = begin; i < end; ++i) {
       uint32_t active = strips[i].active >> p & here;
       const float* q = scratch_.q + strips[i].row * ldq;
-      const float* start = has_terms                     ? nullptr
-                           : args_.scores.softcap > 0.0f ? kNoStart
-                                                         : scratch_.start + strips[i].row;
+      const float* start = args_.scores.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
       const int rows = rows_ - strips[i].row;
       while (active != 0) {
         const int at = __builtin_ctz(active);
@@ -278,11 +269,14 @@ inline void AttentionWorker<kInPlace>::InPlaceScores(const Strip& strip, const S
   }
 }
 
-// Softcap, bias and mask.
+// Tables of relative positions, softcap, bias and mask.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
+  if constexpr (!kInPlace) {
+    if (problem_.relative != nullptr) AddRelativeProducts(strip, s, key0);
+  }
   if (args_.scores.softcap > 0.0f) {
     const V cap = Simd::Set1(args_.scores.softcap), argument = Simd::Set1(2.0f * kLog2E / args_.scores.softcap);
     for (int r = 0; r < rows; ++r) {

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "cpu/attention/attention.h"
+#include "cpu/attention/red_zone.h"
 #include "cpu/attention/register_block.h"
-#include "cpu/red_zone.h"
 #include "cpu/simd/quantized.h"
 
 namespace stof {
