@@ -69,18 +69,16 @@ def _memory(path: Path) -> list[str]:
     """Estimated over measured memory of runs, by graph."""
     if not path.is_file():
         return []
-    rows = []
-    for name, pairs in json.loads(path.read_text()).items():
-        runs = [*pairs["original"], *pairs["result"]]
-        sizes = [" × ".join(str(n) for n in run["sizes"].values()) for run in runs]
-        cells = [f"{run['measured'] / 2**20:.0f} MiB, {run['ratio']:.2f}" for run in runs]
-        rows.append([f"`{name}`", *(f"{size}: {cell}" for size, cell in zip(sizes, cells, strict=True))])
-    head = ["graph", "before", "before, longer", "after", "after, longer"]
-    words = (
-        "`python tests/memory/memory_bound.py`: what a process grows by in its first run, and the "
-        "[estimate](../design/memory.md) over that. Sizes are those of the inputs, batch first.\n"
-    )
-    return ["## Memory of a run", "", words, table(head, rows)]
+    graphs = json.loads(path.read_text()).values()
+    lines = []
+    for key, words in (("original", "before"), ("result", "after")):
+        runs = [run for pairs in graphs for run in pairs[key]]
+        ratios = [run["ratio"] for run in runs]
+        least, most = (f"{pick(run['measured'] for run in runs) / 2**20:.0f}" for pick in (min, max))
+        mean = f"{geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(f"* {words}: {len(runs)} runs of {least} to {most} MiB, estimate over measured {mean}")
+    words = "[Estimates](../design/memory.md) beside fresh processes, by `python tests/memory/memory_bound.py`:\n"
+    return ["## Memory of a run", "", words, *lines]
 
 
 def _time(us: float) -> str:

@@ -76,8 +76,7 @@ class FolderReport:
             else:
                 lines.append(f"{name}: {self.reports[name].summary()}")
                 report = self.reports[name]
-                memory = [] if report.memory is None else [report.memory.headline]
-                more = (*report.reasons_kept(), *report.choice_lines(), *memory, *report.time_lines())
+                more = (*report.reasons_kept(), *report.choice_lines(), *report.time_lines())
                 lines += [f"  {line}" for line in more]
         if self.output:
             lines += [f"{len(self.others)} other files: copied", *self.library_lines(), f"written: {self.output}"]

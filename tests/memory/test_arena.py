@@ -37,10 +37,10 @@ def test_a_chunk_twice_as_large_is_split_and_free_neighbours_become_one() -> Non
     arena = Arena()
     whole = arena.allocate(64 * _MIB)
     arena.free(whole)
-    halves = [arena.allocate(32 * _MIB) for _ in range(2)]
+    parts = [arena.allocate(32 * _MIB) for _ in range(2)]
     assert arena.touched == 64 * _MIB
-    for half in halves:
-        arena.free(half)
+    for part in parts:
+        arena.free(part)
     arena.free(arena.allocate(64 * _MIB))
     assert arena.touched == 64 * _MIB
     kept = arena.allocate(33 * _MIB)  # the rest of its chunk is lost to others
