@@ -24,7 +24,8 @@ def measure_node(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> int:
         onnx.save(model, path)
         np.savez(arrays, **feed)  # type: ignore[arg-type]
         words = [sys.executable, __file__, str(path), str(arrays)]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        folder_of_stof = str(Path(stof.__file__).parents[1])
+        environment = {**os.environ, "PYTHONPATH": folder_of_stof, "MALLOC_MMAP_THRESHOLD_": "65536"}
         done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     return int(done.stdout.split()[-1])
 

@@ -27,7 +27,8 @@ def measure_run(model: Path, sizes: Mapping[str, int]) -> int:
         sizes: of the inputs' dimensions, by name.
     """
     words = [sys.executable, __file__, str(model), *(f"{name}={size}" for name, size in sizes.items())]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(stof.__file__).parents[1])}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     return int(done.stdout.split()[-1])
 
 
