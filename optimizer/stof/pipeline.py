@@ -21,6 +21,7 @@ from stof.graph.external_data import check_output_folder, data_to_copy, external
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
+from stof.memory.memory_report import MemoryReport
 from stof.memory_bound.stage_memory import StageMemory
 from stof.op_parts import HoldsPrompts, Measures, ReadsOptions
 from stof.op_rewrite import Job, OpSettings
@@ -158,6 +159,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
     if earlier:
+        if options.memory_limit:
+            report.memory = MemoryReport(missing="the model was optimized before", limit=options.memory_limit)
         for key, result in earlier.items():
             selections[key].check(result.candidates)
             report.sections[key] = result.section

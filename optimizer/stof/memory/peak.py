@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 
+from stof.graph.external_data import all_tensors
 from stof.graph.index import describe, producers
 from stof.memory.quadratic import find_quadratic
 from stof.memory.run_estimate import MemoryEstimate, Moment, weight_bytes
@@ -91,7 +92,7 @@ def estimate_peak(
     for moment in estimate.moments(tensors):
         if highest is None or moment.bytes > highest.bytes:
             highest = moment
-    weights = sum(weight_bytes(t, is_widened=False) for t in model.graph.initializer)
+    weights = sum(weight_bytes(t, is_widened=False) for t in all_tensors(model))
     if highest is None:
         return PeakEstimate(0, weights)
     largest = sorted(highest.buffers, key=lambda n: -highest.buffers[n])[:_MOST_TENSORS]

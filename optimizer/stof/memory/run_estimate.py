@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from stof.memory.session_plan import plan_session
 from stof.memory.tensor_sizes import TensorSizes, UnknownSizeError, item_bytes
 from stof.memory.working_memory import WorkingMemory, working_memory
 from stof.symbolic import Symbolic
+
+_FOUR_BITS = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1})
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class MemoryEstimate:
 
 def weight_bytes(tensor: onnx.TensorProto, *, is_widened: bool) -> int:
     """Bytes of a stored tensor in a session."""
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
+    count = int(math.prod(tensor.dims))
+    if tensor.data_type in _FOUR_BITS:
+        return (count + 1) // 2
     return count * item_bytes(tensor.data_type, is_widened=is_widened)

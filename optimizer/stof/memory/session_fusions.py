@@ -18,6 +18,9 @@ from stof.graph.index import is_standard, subgraphs
 from stof.graph.node_fields import attributes_of
 from stof.memory.session_node import SessionNode
 
+RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
 _SMALL = 32  # elements of a constant of which equal ones are one
 _SCALES = ("Mul", "Div")
 
@@ -45,7 +48,7 @@ def merge_equal_nodes(
     for node in nodes:
         inputs = tuple(same.get(n, n) for n in node.inputs)
         renamed = replace(node, inputs=inputs, captured=tuple(same.get(n, n) for n in node.captured))
-        if subgraphs(node.proto) or not is_standard(node.proto) or kept & set(node.outputs):
+        if subgraphs(node.proto) or node.op in RANDOM or not is_standard(node.proto) or kept & set(node.outputs):
             merged.append(renamed)
             continue
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.proto.attribute))

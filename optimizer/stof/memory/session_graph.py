@@ -11,14 +11,11 @@ import onnx
 
 from stof.graph.index import all_nodes, captured_tensors, is_standard, subgraphs
 from stof.memory.declared_shapes import DeclaredShape
-from stof.memory.session_fusions import fuse_matmuls, merge_equal_nodes
+from stof.memory.session_fusions import RANDOM, fuse_matmuls, merge_equal_nodes
 from stof.memory.session_node import SessionNode
 from stof.symbolic import Symbolic
 
 # Whose result may differ from run to run, which nobody folds.
-_RANDOM = frozenset(
-    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
 _COPIES = frozenset({"Identity", "Dropout"})
 
 
@@ -111,7 +108,7 @@ def _is_constant(
     """Whether a session computes a node when it is made."""
     if node.op == "Constant" and is_standard(node.proto):
         return True
-    if not is_optimized or subgraphs(node.proto) or node.op in _RANDOM or not is_standard(node.proto):
+    if not is_optimized or subgraphs(node.proto) or node.op in RANDOM or not is_standard(node.proto):
         return False
     if read <= constants and read:
         return True

@@ -110,11 +110,14 @@ class TensorSizes:
             if node is None or not node.input or not node.input[0]:
                 continue
             self._sizes[size] = 0  # of a size that depends on itself
-            bound = self._bound(node, int(axis))
-            if bound is None:
-                del self._sizes[size]
-            else:
-                self._sizes[size] = bound
+            bound = None
+            try:
+                bound = self._bound(node, int(axis))
+            finally:
+                if bound is None:
+                    del self._sizes[size]
+                else:
+                    self._sizes[size] = bound
 
     def _bound(self, node: onnx.NodeProto, axis: int) -> int | None:
         """The largest size of an axis of a node's result; None where it is not known."""

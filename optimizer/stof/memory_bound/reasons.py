@@ -59,12 +59,13 @@ class TensorReasons:
         """What is said of a node, if it is attention."""
         if node.name in self._reasons:
             return f"{node.name}: {self._reasons[node.name]}"
-        if node.domain != DOMAIN:
+        if node.domain != DOMAIN or not node.op_type.endswith("Attention"):
             return ""
         sites = self._by_scope.get(_scope(node.name), [])
         notes = [self._reasons[s] for s in sites]
-        said = next((n for n in notes if tensor in n), next(iter(notes), ""))
-        return f"read by {node.name}{f': {said}' if said else ''}"
+        note = next((n for n in notes if tensor in {w.strip("',;:") for w in n.split()}), next(iter(notes), ""))
+        use = "read" if tensor in node.input else "written"
+        return f"{use} by {node.name}{f': {note}' if note else ''}"
 
 
 def _scope(name: str) -> str:
