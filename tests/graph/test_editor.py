@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
@@ -13,7 +15,7 @@ from stof.graph.editor import Editor
 def _model() -> onnx.ModelProto:
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy")
     names = ["x", "a", "b", "c", "y"]
-    nodes = [helper.make_node("Neg", [one], [other], name=other) for one, other in zip(names, names[1:], strict=False)]
+    nodes = [helper.make_node("Neg", [one], [other], name=other) for one, other in itertools.pairwise(names)]
     return helper.make_model(helper.make_graph(nodes, "g", [x], [y]))
 
 

@@ -58,7 +58,7 @@ GRAPHS = {
     "relative/wav2vec2-bert.torchscript.eager": _texts(((1, 1024), (2, 800)), ((96, 1024), (64, 2048)), "frames"),
     "relative/conformer.dynamo.eager": _texts(((1, 20505), (1, 30505)), ((32, 40505), (24, 80505)), "samples"),
     "relative/parakeet.torchscript.eager": _texts(((1, 8185), (1, 12281)), ((8, 8185), (8, 16377)), "frames"),
-    "relative/vits.torchscript.eager": _texts(((1, 1024), (1, 1500)), ((64, 1024), (48, 2048)), "sequence"),
+    "relative/vits.torchscript.eager": _texts(((1, 1024), (1, 1500)), ((96, 1024), (48, 2048)), "sequence"),
     "zoo/longt5.torchscript.eager": _texts(((1, 4096), (2, 2048)), ((8, 4096), (8, 8192)), "sequence", target=1024),
     "narrow/modernbert.torchscript.sdpa": _texts(((2, 2048), (1, 1500)), ((16, 2048), (8, 6144)), "sequence"),
     "narrow/gemma3.torchscript.eager": _texts(((2, 2048), (1, 1500)), ((16, 2048), (8, 6144)), "sequence"),
