@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx
 
+from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.overflow import strip_guards
@@ -23,6 +24,7 @@ from stof.symbolic.tensor import Index, SymTensor
 
 # They have rules for shapes alone, or rules whose values are of no use here.
 _OPAQUE = frozenset({"MatMul", "Einsum", "Gemm", "FusedMatMul", "LayerNormalization"})
+_MOST_PARTS = 1 << 16  # of a float, each object counted once
 
 
 def element_of(tensor: str, index: Index) -> Real:
@@ -159,27 +161,51 @@ def _opaque_fact(name: str, base: Fact) -> Fact:
 
 
 def simplify_real(domain: Domain, value: Real) -> Real:
-    """A float with its indices and conditions in simpler terms, for indices within their limits."""
-    if value.kind == "select":
-        condition, yes, no = value.args
+    """A float with its indices and conditions in simpler terms, for indices within their limits.
+
+    Raises:
+        UnsupportedError: where it has too many parts.
+    """
+    simplified: dict[int, Real] = {}  # by id: floats share parts many times over
+
+    def visit(one: Real) -> Real:
+        if id(one) not in simplified:
+            _limit_parts(simplified)
+            simplified[id(one)] = simplify(one)
+        return simplified[id(one)]
+
+    def simplify(one: Real) -> Real:
+        if one.kind != "select":
+            return Real(one.kind, tuple(argument(a) for a in one.args))
+        condition, yes, no = one.args
         assert isinstance(condition, Cond)
         assert isinstance(yes, Real)
         assert isinstance(no, Real)
         condition = domain.simplify(condition)
         if condition in (TRUE, FALSE):
-            return simplify_real(domain, yes if condition == TRUE else no)
-        return Real("select", (condition, simplify_real(domain, yes), simplify_real(domain, no)))
-    return Real(value.kind, tuple(_simplify_argument(domain, a) for a in value.args))
+            return visit(yes if condition == TRUE else no)
+        return Real("select", (condition, visit(yes), visit(no)))
+
+    def argument(one: object) -> object:
+        if isinstance(one, Real):
+            return visit(one)
+        if isinstance(one, Int):
+            return domain.integer(one)
+        if isinstance(one, Cond):
+            return domain.simplify(one)
+        return tuple(argument(v) for v in one) if isinstance(one, tuple) else one
+
+    return visit(value)
 
 
-def _simplify_argument(domain: Domain, value: object) -> object:
-    if isinstance(value, Real):
-        return simplify_real(domain, value)
-    if isinstance(value, Int):
-        return domain.integer(value)
-    if isinstance(value, Cond):
-        return domain.simplify(value)
-    return tuple(_simplify_argument(domain, v) for v in value) if isinstance(value, tuple) else value
+def _limit_parts(found: Mapping[int, object]) -> None:
+    """Bounds the work on a float.
+
+    Raises:
+        UnsupportedError: where it has more parts than are looked at.
+    """
+    if len(found) >= _MOST_PARTS:
+        raise UnsupportedError(f"its formula has more than {_MOST_PARTS} parts")
 
 
 def replace_atoms(value: Int, replacements: Mapping[Atom, Int]) -> Int:
@@ -200,20 +226,31 @@ def _replace_atom(atom: Atom, replacements: Mapping[Atom, Int]) -> Int:
         return replacements[atom]
     if atom.kind in ("var", "size"):
         return Int((((atom,), 1),))
-    return of_atom(atom.kind, *(_replace_argument(a, replacements) for a in atom.args))
+    return of_atom(atom.kind, *(_replace_argument(a, replacements, {}) for a in atom.args))
 
 
 def replace_atoms_of_real(value: Real, replacements: Mapping[Atom, Int]) -> Real:
-    """A float with integers in the place of atoms, at any depth."""
-    return Real(value.kind, tuple(_replace_argument(a, replacements) for a in value.args))
+    """A float with integers in the place of atoms, at any depth.
+
+    Raises:
+        UnsupportedError: where it has too many parts.
+    """
+    replaced = _replace_argument(value, replacements, {})
+    assert isinstance(replaced, Real)
+    return replaced
 
 
-def _replace_argument(value: object, replacements: Mapping[Atom, Int]) -> object:
+def _replace_argument(value: object, replacements: Mapping[Atom, Int], done: dict[int, object]) -> object:
+    """An argument with the replacements; ``done`` holds those of floats and conditions by id, which share parts."""
     if isinstance(value, Int):
         return replace_atoms(value, replacements)
     if isinstance(value, Real | Cond):
-        return type(value)(value.kind, tuple(_replace_argument(a, replacements) for a in value.args))
-    return tuple(_replace_argument(v, replacements) for v in value) if isinstance(value, tuple) else value
+        if id(value) not in done:
+            _limit_parts(done)
+            arguments = tuple(_replace_argument(a, replacements, done) for a in value.args)
+            done[id(value)] = type(value)(value.kind, arguments)
+        return done[id(value)]
+    return tuple(_replace_argument(v, replacements, done) for v in value) if isinstance(value, tuple) else value
 
 
 def variables_of(values: Sequence[Int] | Int) -> frozenset[str]:

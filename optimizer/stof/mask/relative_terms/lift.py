@@ -173,7 +173,7 @@ class _Lifter:
             value = None if shape is None else self.trace.element(term.tensor, index_of_pair(shape, self.site, term))
         except ValueError:  # it does not broadcast to the scores
             value = None
-        addends = {} if value is None else linear_sum(self._simplify(value))
+        addends = {} if value is None else linear_sum(self._simplify(value), is_executed=True)
         if not addends:
             raise _OtherTermError
         if others := [leaf for leaf in addends if leaf.kind != "element"]:
@@ -218,16 +218,36 @@ class _Lifter:
                 if inputs := self.checker.runner.inputs_behind(table.tensor):
                     raise UnsupportedError(f"{table.tensor} depends on {', '.join(sorted(inputs))}")
                 return Product(term, factor, vectors.tensor, is_query, match, table)
+        if any(self._is_part(vectors) for vectors, _ in contraction.orders):
+            raise UnsupportedError("it reads queries or keys of the attention under a condition, or the attention does")
         raise _OtherTermError
 
     def _match(self, vectors: TensorElement, is_query: bool) -> Match | None:
         """How vectors of a contraction are made of the site's queries, or keys."""
         operand = self.site.query if is_query else self.site.key
         own = read_vectors(self.trace, self.domain, self.site, operand)
-        value = self.trace.element(vectors.tensor, tuple(self.domain.integer(i) for i in vectors.index))
+        value = self._vector(vectors)
         if own is None or value is None:
             return None
-        return own.match(self.checker.symbolic, self.site, linear_sum(simplify_real(self.domain, value)))
+        return own.match(self.checker.symbolic, self.site, linear_sum(value))
+
+    def _vector(self, vectors: TensorElement) -> Real | None:
+        value = self.trace.element(vectors.tensor, tuple(self.domain.integer(i) for i in vectors.index))
+        return None if value is None else simplify_real(self.domain, value)
+
+    def _is_part(self, vectors: TensorElement) -> bool:
+        """Whether vectors of a contraction share elements with the site's queries, or keys, one of both being selected."""
+        value = self._vector(vectors)
+        for operand in (self.site.query, self.site.key):
+            own = read_vectors(self.trace, self.domain, self.site, operand)
+            if own is None or value is None:
+                continue
+            sides = [set(subterms(tuple(linear_sum(value)))), set(subterms(tuple(own.elements)))]
+            kinds = [{p.kind for p in side if isinstance(p, Real)} for side in sides]
+            shared = {p for p in sides[0] & sides[1] if isinstance(p, Real) and p.kind == "element"}
+            if shared and any("select" in k for k in kinds):
+                return True
+        return False
 
     def _express(self, products: Sequence[Product], product: Product, names: GraphNames) -> MaskExpression:
         """The index of a product's rows."""
