@@ -9,12 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from stof.errors import UnsupportedError
-from stof.execution.case import Case, Padding
 from stof.mask.check.checker import MaskChecker
-from stof.mask.check.run_masks import DoesNotRunError, score_sizes
-from stof.mask.expression import MaskExpression
 from stof.mask.from_condition import B, GraphNames, H, K, Q
 from stof.mask.lift import domain_of
+from stof.mask.relative_terms.check_values import check_values
 from stof.mask.relative_terms.contraction import Contraction, TensorElement, read_contraction
 from stof.mask.relative_terms.index import express_row
 from stof.mask.relative_terms.linear import linear_sum
@@ -35,15 +33,12 @@ from stof.mask.site import (
 )
 from stof.symbolic import Int, integer, var
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.sizes import evaluate
 from stof.symbolic.algebra.terms import Atom, Real
 from stof.symbolic.rules.broadcasting import project
 from stof.symbolic.tensor import Index
 from stof.symbolic.trace import Trace, replace_atoms, simplify_real, variables_of
 
 MOST_ROWS = 1024  # of a table of values: kernels keep a sum of weights for each
-_LENGTHS = (1, 2, 3, 5, 8, 13, 24, 41)
-_MIN_LENGTHS = 3
 _SUMMED = "l"
 
 
@@ -95,8 +90,8 @@ class _Values:
         names = GraphNames({}, _refuse_operand, self._constant)
         names.tables.update(arrays_of(self.mask.tables))
         index = express_row(self.site, self.domain, found.row, found.rows, names)
-        self._check(found, index, factor * weight)
         tables = tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items())
+        check_values(self.checker, self.site, replace(self.mask, tables=tables), found, index, factor * weight)
         table = RelativeTable(
             found.tensor, found.head_axis, found.row_axis, found.column_axis, factor * weight,
             is_padded=found.is_padded,
@@ -169,63 +164,6 @@ class _Values:
         if others != wanted or variables_of(key - var(_SUMMED)) - {"q"}:
             return None
         return key
-
-    def _check(self, found: FoundTable, index: MaskExpression, factor: float) -> None:
-        """Compares the rows that weights meet with the index, and the heads whose rows they are, at several lengths.
-
-        The table holds the numbers of its rows, the weights are 1 at one key.
-
-        Raises:
-            UnsupportedError: where they differ, or too few lengths run.
-        """
-        compared: set[tuple[int, ...]] = set()
-        refused: DoesNotRunError | None = None
-        for length in _LENGTHS:
-            try:
-                compared.add(self._compare(found, index, factor, Case(2, length, Padding.NONE)))
-            except DoesNotRunError as error:
-                refused = error
-        is_fixed = all(d.constant is not None for d in self.site.dims[2:])
-        if len(compared) < (1 if is_fixed else _MIN_LENGTHS):
-            raise refused or UnsupportedError("its rows could not be compared at enough lengths")
-
-    def _compare(self, found: FoundTable, index: MaskExpression, factor: float, case: Case) -> tuple[int, ...]:
-        runner, symbolic = self.checker.runner, self.checker.symbolic
-        feeds, sizes = runner.draw(self.site, self.mask, case, case.length)
-        batch, heads, queries, keys = score_sizes(self.site, sizes)
-        past = keys - queries if self.site.query_offset else 0
-        q, k = (np.arange(queries) + past)[:, None], np.arange(keys)[None, :]
-        names = {"q": q, "k": k, "S": queries, "T": keys, "P": past, **arrays_of(self.mask.tables)}
-        last = evaluate(found.rows, sizes) - 1
-        rows = np.broadcast_to(np.clip(index.evaluate(names), 0, last), (queries, keys))
-        is_row = (rows > 0) & (rows < last) if found.is_padded else np.ones_like(rows, bool)
-        head = np.arange(heads)[None, :, None] if found.head_axis is not None else 0
-        shape = [evaluate(d, sizes) for d in symbolic.shape(found.tensor) or ()]
-        table = np.zeros(shape, np.float32)
-        columns = np.moveaxis(table, found.column_axis, -1)
-        numbers = np.zeros(columns.shape[:-1])
-        for axis, step in ((found.row_axis, 1), (found.head_axis, last + 1)):
-            if axis is not None:
-                place = axis - (axis > found.column_axis)
-                along = [-1 if a == place else 1 for a in range(numbers.ndim)]
-                numbers = numbers + step * np.arange(numbers.shape[place]).reshape(along)
-        columns[..., 0] = numbers + int(found.is_padded)
-        if columns.shape[-1] > 1:
-            columns[..., 1] = 1.0
-        weights = [evaluate(d, sizes) for d in symbolic.shape(self.added.weights) or ()]
-        for key in range(keys):
-            one = np.zeros(weights, np.float32)
-            one[..., key] = 1.0
-            replaced = {self.added.weights: one, found.tensor: table}
-            (value,) = runner.run([self.added.tensor], feeds, sizes, replaced)
-            result = value.reshape(batch, heads, queries, -1).astype(np.float64)
-            wanted = factor * np.where(is_row[:, key], rows[:, key] + head * (last + 1), 0)
-            close = np.abs(result[..., 0] - wanted) <= 0.01 * abs(factor)
-            if result.shape[-1] > 1:
-                close &= np.abs(result[..., 1] - factor * is_row[:, key]) <= 0.01 * abs(factor)
-            if not close.all():
-                raise UnsupportedError(f"the row that is read at key {key} of {case} is another one than {index}")
-        return queries, keys
 
 
 def _refuse_operand(tensor: str, indices: tuple[Int, ...], boolean: bool) -> tuple[str, int | None]:
