@@ -149,7 +149,16 @@ def test_one_wrong_row_beside_values_is_refused(length: int, last: bool, runs: R
         check_values.check_values(checker, site, mask, found, wrong, factor)
 
 
-@pytest.mark.parametrize("wrong", ["k - q - 15", "min(k - q - 16, 7)", "k - q - 16 + max(0, q - 148)", "q - k + 24"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "k - q - 15",
+        "min(k - q - 16, 7)",
+        "k - q - 16 + max(0, q - 148)",
+        "q - k + 24",
+        "max(0, k - q - 16) + max(0, 1 - abs(q - 100) - abs(k - 30))",
+    ],
+)
 def test_a_wrong_index_of_a_long_graph_is_refused(wrong: str, runs: Runs) -> None:
     describe(model_of(_VALUES, (1, 150, 20)))
     ((checker, site, mask, found, _, factor),) = runs.called

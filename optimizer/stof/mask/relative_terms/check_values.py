@@ -2,7 +2,8 @@
 """Runs what a site adds to its result on chosen weights and rows, which shows the row that each weight is multiplied by.
 
 A row of the table holds the digits of its number, a digit in each column, and keys that are compared in one run have the powers
-of the base as their weights. So each column of a result holds a digit of every key's row.
+of the base as their weights. So each column of a result holds a digit of every key's row. Of many keys a sample is compared so,
+and all of them by sums: weights are small random numbers, and a wrong row makes another sum.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from stof.mask.relative_terms.table import FoundTable
 from stof.mask.site import AttentionSite, LiftedMask, arrays_of
 from stof.symbolic.algebra.sizes import evaluate
 
-MOST_RUNS = 8  # at a size: of more keys than they show, each query compares a sample
+MOST_RUNS = 8  # at a size
 MOST_BYTES = 1 << 30  # of the weights that a run is given
 _LENGTHS = (1, 2, 3, 5, 8, 13, 24, 41)
 _MIN_LENGTHS = 3
 _LARGEST_SUM = 1 << 14  # factors round it by less than the tolerance
 _TOLERANCE = 0.01  # of the smallest weight, 1
+_LARGEST_TOTAL = 1 << 18  # of all keys: what factors round is below the tolerance of sums
+_TOLERANCE_OF_SUMS = 0.25
 
 
 def check_values(
@@ -134,8 +137,6 @@ class _Run:
         Raises:
             UnsupportedError: where they differ.
         """
-        added = self.site.added_values
-        assert added is not None
         batch, heads, queries, keys = self.shape
         past = keys - queries if self.site.query_offset else 0
         q = np.arange(queries)[:, None]
@@ -144,19 +145,58 @@ class _Run:
         rows = np.broadcast_to(clipped, (queries, keys))
         head = np.arange(heads)[None, :, None, None] if self.found.head_axis is not None else 0
         table = self._spread_digits(self._number_rows())
-        weights_shape = [evaluate(d, self.sizes) for d in self.checker.symbolic.shape(added.weights) or ()]
         for chosen in self._choose_keys(past):
             powers = self.base ** np.arange(chosen.shape[-1])
             weights = np.zeros((batch, heads, queries, keys), np.float32)
             np.put_along_axis(weights, chosen, powers.astype(np.float32), axis=-1)
-            replaced = {added.weights: weights.reshape(weights_shape), self.found.tensor: table}
-            (value,) = self.checker.runner.run([added.tensor], self.feeds, self.sizes, replaced)
+            result = self._run(weights, table)
             read = rows[q, chosen]
-            is_row = (read > 0) & (read < self.rows - 1) if self.found.is_padded else np.ones_like(read, bool)
-            wanted = self._digits_of(read + head * self.rows, is_row, powers)
-            result = value.reshape(batch, heads, queries, -1)[..., : wanted.shape[-1]]
+            wanted = self._digits_of(read + head * self.rows, self._is_row(read), powers)
             if not (np.abs(result - factor * wanted) <= _TOLERANCE * abs(factor)).all():
                 self._refuse(result / factor - wanted, chosen, index)
+
+        if keys > MOST_RUNS * self.keys_of_run:
+            self._compare_sums(rows, table, index, factor)
+
+    def _run(self, weights: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """What is added for weights [B, H, S, T] and a table: [B, H, S, columns]."""
+        added = self.site.added_values
+        assert added is not None
+        shape = [evaluate(d, self.sizes) for d in self.checker.symbolic.shape(added.weights) or ()]
+        replaced = {added.weights: weights.reshape(shape), self.found.tensor: table}
+        (value,) = self.checker.runner.run([added.tensor], self.feeds, self.sizes, replaced)
+        return np.asarray(value.reshape(*self.shape[:3], -1)[..., : self.digits + self.has_ones])
+
+    def _is_row(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows are none of zeros that the table is padded with."""
+        return (rows > 0) & (rows < self.rows - 1) if self.found.is_padded else np.ones_like(rows, bool)
+
+    def _compare_sums(self, rows: np.ndarray, table: np.ndarray, index: MaskExpression, factor: float) -> None:
+        """Compares the sums of all keys: one wrong row of a query always shows, more of them but for a chance.
+
+        One text and head at a time: the scores of long inputs take gigabytes.
+
+        Raises:
+            UnsupportedError: where they differ, or the sums are too large to be exact.
+        """
+        batch, heads, _, keys = self.shape
+        if keys * (self.base - 1) > _LARGEST_TOTAL:
+            raise UnsupportedError(f"its rows have too few columns to compare those of {keys} keys")
+        most = max(1, _LARGEST_SUM // (keys * (self.base - 1)))
+        weights = np.random.default_rng(keys).integers(1, most, self.shape, np.int16, endpoint=True).astype(np.float32)
+        result = self._run(weights, table)
+        is_row, by_head = self._is_row(rows), self.found.head_axis is not None
+        for h, digit in np.ndindex(heads if by_head else 1, self.digits + self.has_ones):
+            digits = (rows + h * self.rows) // self.base**digit % self.base if digit < self.digits else 1
+            column = np.where(is_row, digits, 0).astype(np.float32)
+            for b, head in np.ndindex(batch, 1 if by_head else heads):
+                wanted = np.einsum("qk,qk->q", weights[b, h + head], column)  # whole numbers, exact in fp32
+                away = np.abs(result[b, h + head, :, digit] - factor * wanted)
+                if not (away <= _TOLERANCE_OF_SUMS * abs(factor)).all():
+                    where = (b, h + head, int(away.argmax()))
+                    raise UnsupportedError(
+                        f"a row that is read at (b, h, q) = {where} of {self.case} is another one than {index}"
+                    )
 
     def _refuse(self, away: np.ndarray, chosen: np.ndarray, index: MaskExpression) -> None:
         b, h, q, _ = (int(i) for i in np.argwhere(~(np.abs(away) <= _TOLERANCE))[0])
@@ -166,14 +206,16 @@ class _Run:
         )
 
     def _choose_keys(self, past: int) -> Iterator[np.ndarray]:
-        """The keys [B, H, S, keys of a run] that runs compare: all of them, or those near the query and others all over."""
+        """The keys [B, H, S, keys of a run] that runs compare: all of them, or those near the query and others all over.
+
+        Where they are not all, the last run is left to the sums.
+        """
         batch, heads, queries, keys = self.shape
         text = np.arange(batch * heads).reshape(batch, heads, 1, 1)
         position = np.arange(queries)[None, None, :, None] + past
-        most = MOST_RUNS * self.keys_of_run
         near, far = np.arange(keys), np.arange(0)
-        if keys > most:
-            half = MOST_RUNS // 2 * self.keys_of_run
+        if keys > MOST_RUNS * self.keys_of_run:
+            most, half = (MOST_RUNS - 1) * self.keys_of_run, MOST_RUNS // 2 * self.keys_of_run
             near = np.arange(half) - half // 2
             far = np.linspace(0, keys, most - half, endpoint=False).astype(np.int64)
         for offsets, moved in ((near, 0 * text), (far, text)):  # texts and heads have other far keys
