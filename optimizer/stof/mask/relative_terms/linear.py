@@ -40,11 +40,11 @@ def linear_sum(value: Real, is_executed: bool = False) -> Sum:
     for one in nodes:
         if id(one) in addends:
             continue
-        number = _number(one)
         if one.weight > _LARGEST_TERM:
             raise UnsupportedError("one of its terms is too large to compare")
-        term = one if number is None else ONE
-        total[term] = total.get(term, 0.0) + factors[id(one)] * (1.0 if number is None else number)
+        is_number = one.kind == "const"
+        term, factor = (ONE, factors[id(one)] * number_or_zero(one)) if is_number else (one, factors[id(one)])
+        total[term] = total.get(term, 0.0) + factor
     return MappingProxyType({term: factor for term, factor in total.items() if factor})
 
 
