@@ -65,6 +65,10 @@ STAY = {
     + _BY_QUERIES
     + " bm = Where (is_masked, nothing, bd) "
     + _tail(term="bm"),
+    "the product behind all lengths that run": " qr = Identity (q) "
+    + _BY_QUERIES
+    + " bm = Where (is_behind, nothing, bd) "
+    + _tail(term="bm"),
     "the product of far keys": " qr = Identity (q) "
     + _BY_QUERIES
     + " bm = Where (is_far, nothing, bd) "

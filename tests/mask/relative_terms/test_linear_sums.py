@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx
 import pytest
 from onnx import parser
@@ -14,6 +16,7 @@ from stof.mask.relative_terms import linear
 from stof.mask.relative_terms.contraction import depends_on
 from stof.mask.relative_terms.linear import ONE, linear_sum
 from stof.symbolic import Symbolic, integer, trace
+from stof.symbolic.algebra.divisions import floor_div
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.terms import Atom, Cond, Real, of_atom, real
 from stof.symbolic.tensor import Index
@@ -51,16 +54,32 @@ def test_factors() -> None:
 
 def test_conditions_on_indices_need_execution() -> None:
     for pad in (select(POSITION, X, ZERO), select(POSITION, ZERO, X)):
-        assert linear_sum(pad, is_executed=True) == {X: 1.0}
+        assert linear_sum(pad, reach=8) == {X: 1.0}
         assert linear_sum(pad) == {pad: 1.0}
     other = select(POSITION, X, Y)
-    assert linear_sum(other, is_executed=True) == {other: 1.0}
+    assert linear_sum(other, reach=8) == {other: 1.0}
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        Cond("le", (K - integer(9),)),
+        Cond("le", (integer(9) * Q - K,)),
+        Cond("le", (floor_div(Q, 9) - K,)),
+        Cond("and", (POSITION, Cond("le", (K - integer(100_000),)))),
+        Cond("table", ("stored", (Q, K))),
+    ],
+)
+def test_conditions_that_no_free_length_shows(condition: Cond) -> None:
+    pad = select(condition, X, ZERO)
+    assert linear_sum(pad, reach=8) == {pad: 1.0}
+    assert linear_sum(pad, reach=math.inf) == {X: 1.0}
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_conditions_on_data_make_a_term(name: str) -> None:
     for value in (select(DATA[name], X, ZERO), select(DATA[name], ZERO, X)):
-        assert linear_sum(Real("mul", (value, real(2.0))), is_executed=True) == {value: 2.0}
+        assert linear_sum(Real("mul", (value, real(2.0))), reach=8) == {value: 2.0}
 
 
 def test_shared_parts_of_sums_are_read_once() -> None:
