@@ -170,8 +170,8 @@ def simplify_real(domain: Domain, value: Real) -> Real:
 
     def visit(one: Real) -> Real:
         if id(one) not in simplified:
-            _limit_parts(simplified)
             simplified[id(one)] = simplify(one)
+            _limit_parts(simplified)
         return simplified[id(one)]
 
     def simplify(one: Real) -> Real:
@@ -204,7 +204,7 @@ def _limit_parts(found: Mapping[int, object]) -> None:
     Raises:
         UnsupportedError: where it has more parts than are looked at.
     """
-    if len(found) >= _MOST_PARTS:
+    if len(found) > _MOST_PARTS:
         raise UnsupportedError(f"its formula has more than {_MOST_PARTS} parts")
 
 
@@ -246,9 +246,9 @@ def _replace_argument(value: object, replacements: Mapping[Atom, Int], done: dic
         return replace_atoms(value, replacements)
     if isinstance(value, Real | Cond):
         if id(value) not in done:
-            _limit_parts(done)
             arguments = tuple(_replace_argument(a, replacements, done) for a in value.args)
             done[id(value)] = type(value)(value.kind, arguments)
+            _limit_parts(done)
         return done[id(value)]
     return tuple(_replace_argument(v, replacements, done) for v in value) if isinstance(value, tuple) else value
 

@@ -22,7 +22,7 @@ from stof.mask.relative_bias.proof import constant_beyond
 from stof.mask.relative_terms.check import check_rows, run_rows
 from stof.mask.relative_terms.contraction import TensorElement, read_contraction
 from stof.mask.relative_terms.index import express_row, tabulate_rows
-from stof.mask.relative_terms.linear import linear_sum
+from stof.mask.relative_terms.linear import linear_sum, reach_of_check
 from stof.mask.relative_terms.operands import Match, read_vectors
 from stof.mask.relative_terms.products import Product
 from stof.mask.relative_terms.table import find_table
@@ -173,7 +173,7 @@ class _Lifter:
             value = None if shape is None else self.trace.element(term.tensor, index_of_pair(shape, self.site, term))
         except ValueError:  # it does not broadcast to the scores
             value = None
-        addends = {} if value is None else linear_sum(self._simplify(value), is_executed=True)
+        addends = {} if value is None else linear_sum(self._simplify(value), reach_of_check(self.site))
         if not addends:
             raise _OtherTermError
         if others := [leaf for leaf in addends if leaf.kind != "element"]:

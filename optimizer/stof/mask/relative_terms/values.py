@@ -15,7 +15,7 @@ from stof.mask.lift import domain_of
 from stof.mask.relative_terms.check_values import check_values
 from stof.mask.relative_terms.contraction import Contraction, TensorElement, read_contraction
 from stof.mask.relative_terms.index import express_row
-from stof.mask.relative_terms.linear import linear_sum
+from stof.mask.relative_terms.linear import linear_sum, reach_of_check
 from stof.mask.relative_terms.operands import D
 from stof.mask.relative_terms.products import VALUE_ROLE
 from stof.mask.relative_terms.table import FoundTable, find_table
@@ -126,7 +126,7 @@ class _Values:
     def _read_sum(self) -> tuple[float, Contraction]:
         """The factor and the contraction of which the added tensor is made."""
         value = self.trace.element(self.added.tensor, self._element_index(self.added.tensor, D))
-        addends = {} if value is None else linear_sum(simplify_real(self.domain, value), is_executed=True)
+        addends = {} if value is None else linear_sum(simplify_real(self.domain, value), reach_of_check(self.site))
         leaf, factor = next(iter(addends.items()), (None, 0.0))
         if leaf is None or len(addends) > 1 or leaf.kind != "element":
             raise UnsupportedError("it is no product of two tensors")
@@ -140,7 +140,7 @@ class _Values:
         summed = Domain({**self.domain.limits, _SUMMED: (integer(0), contraction.size - integer(1))})
         for weights, rows in contraction.orders:
             value = self.trace.element(weights.tensor, tuple(summed.integer(i) for i in weights.index))
-            addends = {} if value is None else linear_sum(simplify_real(summed, value), is_executed=True)
+            addends = {} if value is None else linear_sum(simplify_real(summed, value), reach_of_check(self.site))
             leaf, factor = next(iter(addends.items()), (None, 0.0))
             key = None if leaf is None or len(addends) > 1 else self._key_of(leaf)
             if key is None:
