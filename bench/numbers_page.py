@@ -78,7 +78,7 @@ def _memory(path: Path) -> list[str]:
         mean = f"{geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"* {words}: {len(runs)} runs of {least} to {most} MiB, estimate over measured {mean}")
     words = "[Estimates](../design/memory.md) beside fresh processes, by `python tests/memory/memory_bound.py`:\n"
-    return ["## Memory of a run", "", words, *lines]
+    return ["## Peak memory of whole models", "", words, *lines]
 
 
 def _time(us: float) -> str:

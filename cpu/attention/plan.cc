@@ -41,9 +41,6 @@ constexpr int64_t kOwnTableBytes = 256 << 10;
 // Bytes of the partial results of split-KV rows.
 constexpr int64_t kPartialBytes = 64 << 20;
 
-// Whether neighbouring keys name neighbouring rows.
-bool IsNeighbourly(const RelativeTable& table) { return table.index.is_stepwise && table.index.key_part == nullptr; }
-
 }  // namespace
 
 bool HasFewQueries(const AttentionArgs& args) {
@@ -102,7 +99,7 @@ void AttentionPlan::PlanRelativeTables(int threads) {
     packed->stride_h = (packed->rows + (packed->is_panels || packed->is_value ? 0 : kStrip)) * packed->ld;
     // All panels where pairs of several key tiles name them, else those of one key tile. Capacities are powers of two.
     const int64_t panels = packed->rows / kPanel, at_once = problem_.n / kPanel + 3;
-    const bool is_met_once = IsNeighbourly(table) && (table.index.is_linear || panels > kMostRingPanels);
+    const bool is_met_once = table.index.IsStepwiseByKey() && (table.index.is_linear || panels > kMostRingPanels);
     const int64_t most = std::min(panels, is_met_once ? at_once : kMostRingPanels);
     for (packed->capacity = 1; packed->capacity < most;) packed->capacity *= 2;
     packed->is_own = are_heads_together && packed->heads > 1 && packed->rows * packed->ld * 4 <= kOwnTableBytes;
@@ -114,7 +111,7 @@ void AttentionPlan::PlanRelativeTables(int threads) {
   plan(scores.relative_query, &relative_.query);
   plan(args_.relative_value, &relative_.value);
   PackedTable& query = relative_.query;
-  if (query.table != nullptr && IsNeighbourly(*query.table) && !query.table->index.is_linear) {
+  if (query.table != nullptr && query.table->index.IsStepwiseByKey() && !query.table->index.is_linear) {
     const int64_t bytes = CountKeyBlocks(problem_) * query.KeptStride() * kKeyBlock * 4;
     query.keeps_products = bytes <= kKeptBytes && args_.shape.S > problem_.m;
   }

@@ -231,7 +231,7 @@ template <bool kInPlace>
 void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float* packed) const {
   const PackedTable& table = problem_.relative->query;
   const RelativeRows& index = table.table->index;
-  const bool is_distance = index.is_stepwise && index.key_part == nullptr;
+  const bool is_distance = index.IsStepwiseByKey();
   // Each key of a block is multiplied with the rows of all its keys: two panels do where accumulators hold four, and
   // few queries take one.
   const int size = table.keeps_products || !is_distance ? kKeyBlock
@@ -386,7 +386,7 @@ void AttentionWorker<kInPlace>::AddRelativeProducts(const Strip& strip, float* s
   for (int term = 0; term < 2; ++term) {
     const RelativeTable* const table = relative.key[term].table;
     if (table == nullptr) continue;
-    if (table->index.is_stepwise && table->index.key_part == nullptr) {
+    if (table->index.IsStepwiseByKey()) {
       AddDistanceProducts(term, strip, s, key0);
     } else {
       AddAnyProducts(term, strip, s, key0);
@@ -408,7 +408,7 @@ template <bool kInPlace>
 void AttentionWorker<kInPlace>::AddRowWeights(const Strip& strip, const float* p, int64_t key0) const {
   const PackedTable& table = problem_.relative->value;
   const RelativeRows& index = table.table->index;
-  const bool is_distance = index.is_stepwise && index.key_part == nullptr;
+  const bool is_distance = index.IsStepwiseByKey();
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
   for (int r = 0; r < rows; ++r) {
     float* const w = scratch_.row_weights + (strip.row + r) * table.WeightStride() - table.first;

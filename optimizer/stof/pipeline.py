@@ -388,7 +388,7 @@ def _verify_and_write(
 
 
 def _estimate_memory(report: Report, memory: StageMemory, stages: Sequence[Stage]) -> None:
-    """Notes the estimated memory of a run before and after.
+    """Notes the estimated peak memory before and after.
 
     Raises:
         MemoryLimitError: when the result takes more than the user allows.

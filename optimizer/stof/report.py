@@ -245,7 +245,7 @@ class Report:
     nodes_after: int = 0
     dry_run: bool = False
     verification: Verification | None = None
-    memory: MemoryReport | None = None  # of a run, before and after; None: nothing was looked at
+    memory: MemoryReport | None = None  # estimated peaks, before and after; None: nothing was looked at
     times: ModelTimes | None = None  # of the whole models, with --time
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)

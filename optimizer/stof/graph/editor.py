@@ -96,6 +96,8 @@ class Editor:
 
     def _place_early(self) -> dict[int, list[gs.Node]]:
         """The early nodes by the node of the graph that they follow; -1: they come first."""
+        if not self._early:
+            return {}
         # Of nodes by identity: a number of the graph's, and 0 in front of that node, else 1.
         places: dict[int, tuple[int, int]] = {}
         for i, node in enumerate(self.graph.nodes):

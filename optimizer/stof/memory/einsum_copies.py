@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from stof.graph.einsum import split_equation
+
 Shape = tuple[int, ...]
 
 
@@ -22,10 +24,10 @@ def einsum_copies(equation: str, shapes: Sequence[Shape], result: Shape) -> list
         shapes: of the operands.
         result: the result's shape.
     """
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = [_with_ellipsis(t, len(s)) for t, s in zip(left.split(","), shapes, strict=False)]
-    output = _with_ellipsis(right, len(result)) if arrow else _implicit_output(terms)
-    if any(len(t) != len(s) for t, s in zip(terms, shapes, strict=False)):
+    operands, letters = split_equation(equation)
+    terms = [_with_ellipsis(t, len(s)) for t, s in zip(operands, shapes, strict=False)]
+    output = _implicit_output(terms) if letters is None else _with_ellipsis(letters, len(result))
+    if len(terms) != len(shapes) or any(len(t) != len(s) for t, s in zip(terms, shapes, strict=True)):
         return []
     order = sorted(dict.fromkeys("".join(terms)), key=lambda c: (not c.isdigit(), "".join(terms).index(c)))
     sizes = [dict(zip(t, s, strict=True)) for t, s in zip(terms, shapes, strict=True)]

@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.01  # of the peak, for a tensor to be named
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The estimated memory of a run, at the lengths in use.
+    """The estimated peak memory, at the lengths in use.
 
     Attributes:
         sizes: of the inputs' dimensions, by name.

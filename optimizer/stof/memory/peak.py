@@ -20,7 +20,7 @@ _MOST_TENSORS = 8
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """One tensor of a run.
+    """One tensor that is alive at the peak.
 
     Attributes:
         name: its name in the graph.

@@ -28,7 +28,7 @@ _IN_PLACE |= {"Softmax", "Softplus", "Softsign", "Tanh", "ThresholdedRelu", "Tri
 
 @dataclass(frozen=True, eq=False)
 class PlanStep:
-    """One node of a run.
+    """One node, and its buffers.
 
     Attributes:
         node: the node.

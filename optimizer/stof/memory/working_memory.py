@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from stof.graph.einsum import read_equation
 from stof.graph.index import DOMAIN, domain_of
 from stof.graph.node_fields import attributes_of
 from stof.memory.einsum_copies import einsum_copies
@@ -66,7 +67,7 @@ def broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 def _einsum(node: SessionNode, sizes: TensorSizes) -> list[int]:
     """Operands and products in other orders of axes."""
-    equation = attributes_of(node.proto)["equation"].decode()
+    equation = read_equation(node.proto)
     item = sizes.item_bytes(node.outputs[0])
     copies = einsum_copies(equation, [sizes.shape(n) for n in node.inputs], sizes.shape(node.outputs[0]))
     return [count * item for count in copies]

@@ -27,6 +27,8 @@ struct RelativeRows {
   bool is_stepwise = false;  // neighbours of `row` differ by 0 or 1
   bool is_linear = false;    // they differ by 1
 
+  // Whether neighbouring keys name the same row or neighbouring ones.
+  STOF_ALWAYS_INLINE bool IsStepwiseByKey() const { return is_stepwise && key_part == nullptr; }
   STOF_ALWAYS_INLINE int64_t KeyPart(int64_t j) const { return key_part == nullptr ? j : key_part[j]; }
   STOF_ALWAYS_INLINE int64_t QueryPart(int64_t i) const {
     return query_part == nullptr ? query_position + i : query_part[i];

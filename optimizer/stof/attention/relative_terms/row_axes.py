@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import TensorProto
 
+from stof.graph.einsum import read_equation, split_equation
 from stof.graph.index import is_standard
 from stof.graph.node_fields import attributes_of
 from stof.symbolic import Int, Symbolic
@@ -101,7 +102,7 @@ def _axis_maps(node: onnx.NodeProto, output: Shape, shapes: Sequence[Shape], cut
             rows, columns = int(bool(attributes.get("transA", 0))), 1 - int(bool(attributes.get("transB", 0)))
             return [{0: rows}, {1: columns}, *(_aligned(len(s), rank) for s in shapes[2:])]
         case "Einsum":
-            return _of_einsum(attributes["equation"].decode())
+            return _of_einsum(node)
         case "Gather":
             axis, count = int(attributes.get("axis", 0)) % len(shapes[0]), len(shapes[1])
             data = {a: a if a < axis else a - count + 1 for a in range(rank) if not axis <= a < axis + count}
@@ -141,10 +142,10 @@ def _of_expand(output: Shape, shapes: Sequence[Shape], cut: Cut) -> list[AxisMap
     return [moved, {}]
 
 
-def _of_einsum(equation: str) -> list[AxisMap] | None:
-    operands, arrow, result = equation.replace(" ", "").partition("->")
-    texts = operands.split(",")
-    if not arrow or "." in equation or any(len(set(t)) < len(t) for t in (*texts, result)):
+def _of_einsum(node: onnx.NodeProto) -> list[AxisMap] | None:
+    equation = read_equation(node)
+    texts, result = split_equation(equation)
+    if result is None or "." in equation or any(len(set(t)) < len(t) for t in (*texts, result)):
         return None
     return [{axis: text.index(letter) for axis, letter in enumerate(result) if letter in text} for text in texts]
 

@@ -26,7 +26,7 @@ from stof.mask.relative_terms.products import Product
 from stof.mask.site import AttentionSite, LiftedMask, arrays_of
 from stof.symbolic.algebra.sizes import evaluate
 
-_MIN_LENGTHS = 3
+MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
 _SHORT = (1, 3, 5, 13)
 _LONGER = 8  # times a length: inputs that are subsampled have runs of more positions there
@@ -124,10 +124,24 @@ def check_rows(
             compared.add(run.shape[2:])
         except DoesNotRunError as error:
             refused = error
-    is_fixed = all(d.constant is not None for d in site.dims[2:])
-    if len(compared) < (1 if is_fixed else _MIN_LENGTHS):
-        raise refused or UnsupportedError("its rows could not be compared at enough lengths")
+    require_lengths(site, compared, refused)
     checker.row_runs[key] = True
+
+
+def require_lengths(site: AttentionSite, compared: set[tuple[int, ...]], refused: DoesNotRunError | None) -> None:
+    """Refuses rows that ran at too few lengths: one does where the site has no other.
+
+    Args:
+        site: the attention.
+        compared: numbers of queries and keys at which rows were compared.
+        refused: why another length did not run.
+
+    Raises:
+        UnsupportedError: naming ``refused``, if there is one.
+    """
+    is_fixed = all(d.constant is not None for d in site.dims[2:])
+    if len(compared) < (1 if is_fixed else MIN_LENGTHS):
+        raise refused or UnsupportedError("its rows could not be compared at enough lengths")
 
 
 class _Run:

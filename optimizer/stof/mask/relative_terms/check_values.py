@@ -19,6 +19,7 @@ from stof.execution.case import Case, Padding
 from stof.mask.check.checker import MaskChecker
 from stof.mask.check.run_masks import DoesNotRunError, score_sizes
 from stof.mask.expression import MaskExpression
+from stof.mask.relative_terms.check import MIN_LENGTHS, require_lengths
 from stof.mask.relative_terms.table import FoundTable
 from stof.mask.site import AttentionSite, LiftedMask, arrays_of
 from stof.symbolic.algebra.sizes import evaluate
@@ -26,7 +27,6 @@ from stof.symbolic.algebra.sizes import evaluate
 MOST_RUNS = 8  # at a size
 MOST_BYTES = 1 << 30  # of the weights that a run is given
 _LENGTHS = (1, 2, 3, 5, 8, 13, 24, 41)
-_MIN_LENGTHS = 3
 _LARGEST_SUM = 1 << 14  # factors round it by less than the tolerance
 _TOLERANCE = 0.01  # of the smallest weight, 1
 _LARGEST_TOTAL = 1 << 18  # of all keys: what factors round is below the tolerance of sums
@@ -57,7 +57,7 @@ def check_values(
     added = site.added_values
     assert added is not None
     reads_inputs = checker.runner.inputs_behind(added.tensor, (added.weights, found.tensor))
-    most = _MIN_LENGTHS if reads_inputs else 1  # without inputs, equal sizes give the same rows again
+    most = MIN_LENGTHS if reads_inputs else 1  # without inputs, equal sizes give the same rows again
     times: Counter[tuple[tuple[str, int], ...]] = Counter()
     compared: set[tuple[int, ...]] = set()
     refused: DoesNotRunError | None = None
@@ -73,9 +73,7 @@ def check_values(
             compared.add(run.shape[2:])
         except DoesNotRunError as error:
             refused = error
-    is_fixed = all(d.constant is not None for d in site.dims[2:])
-    if len(compared) < (1 if is_fixed else _MIN_LENGTHS):
-        raise refused or UnsupportedError("its rows could not be compared at enough lengths")
+    require_lengths(site, compared, refused)
     checker.row_runs[key] = True
 
 
@@ -206,7 +204,7 @@ class _Run:
         )
 
     def _choose_keys(self, past: int) -> Iterator[np.ndarray]:
-        """The keys [B, H, S, keys of a run] that runs compare: all of them, or those near the query and others all over.
+        """The keys [B, H, S, n] that each run compares: all of them, or those near the query and others all over.
 
         Where they are not all, the last run is left to the sums.
         """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from stof.graph.einsum import read_equation, split_equation
 from stof.graph.index import is_standard
 from stof.symbolic import Int, Symbolic, var
 from stof.symbolic.algebra.terms import Atom, Cond, Real, subterms
@@ -70,10 +71,9 @@ def _of_matmul(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: In
 
 
 def _of_einsum(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: Int) -> Contraction | None:
-    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
-    operands, arrow, result = equation.partition("->")
-    letters = operands.split(",")
-    if not arrow or "." in equation or len(letters) != 2 or len(result) != len(index):
+    equation = read_equation(node)
+    letters, result = split_equation(equation)
+    if result is None or "." in equation or len(letters) != 2 or len(result) != len(index) or len(node.input) != 2:
         return None
     if any(len(set(text)) < len(text) for text in (*letters, result)):
         return None

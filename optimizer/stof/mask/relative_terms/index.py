@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from stof.errors import UnsupportedError
+from stof.mask.check.checker import MaskChecker
 from stof.mask.expression import MaskExpression
 from stof.mask.from_condition import GraphNames, to_integer_expression
 from stof.mask.relative_bias.distance_table import shorten, tabulate
-from stof.mask.site import AttentionSite
+from stof.mask.site import AttentionSite, LiftedMask, arrays_of
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, dim, integer
 from stof.symbolic.trace import replace_atoms, variables_of
@@ -41,6 +42,21 @@ def express_row(site: AttentionSite, domain: Domain, row: Int, rows: Int, names:
     solved = _solve_sizes(site)
     own = GraphNames({_placeholder(x): x for x in _LETTERS}, names.operand, names.constant, names.tables)
     return to_integer_expression(replace_atoms(row, solved), own)
+
+
+def index_names(checker: MaskChecker, mask: LiftedMask) -> GraphNames:
+    """The names for :func:`express_row`: the tables of a mask, and constants of the graph."""
+
+    def refuse(tensor: str, indices: tuple[Int, ...], boolean: bool) -> tuple[str, int | None]:
+        raise UnsupportedError(f"its row is read from {tensor!r}, which is known at run time alone")
+
+    def constant(name: str) -> np.ndarray:
+        array = checker.symbolic.constant(name)
+        if array is None:
+            raise UnsupportedError(f"its row is read from {name!r}, which is no constant")
+        return array
+
+    return GraphNames({}, refuse, constant, arrays_of(mask.tables))
 
 
 def strip_clamps(row: Int, rows: Int) -> Int:

@@ -21,7 +21,7 @@ from stof.mask.lift import domain_of, index_of_pair
 from stof.mask.relative_bias.proof import constant_beyond
 from stof.mask.relative_terms.check import check_rows, run_rows
 from stof.mask.relative_terms.contraction import TensorElement, read_contraction
-from stof.mask.relative_terms.index import express_row, tabulate_rows
+from stof.mask.relative_terms.index import express_row, index_names, tabulate_rows
 from stof.mask.relative_terms.linear import linear_sum, reach_of_check
 from stof.mask.relative_terms.operands import Match, read_vectors
 from stof.mask.relative_terms.products import Product
@@ -35,9 +35,8 @@ from stof.mask.site import (
     RelativeTable,
     RelativeTerm,
     TermKind,
-    arrays_of,
 )
-from stof.symbolic import Int, integer, var
+from stof.symbolic import integer, var
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.terms import Atom, Real, subterms
 from stof.symbolic.trace import Trace, replace_atoms_of_real, simplify_real
@@ -136,9 +135,9 @@ class _Lifter:
             _OtherTermError: where it is another kind of term.
         """
         products = self.read_products(term)
-        names = self._names()
+        names = index_names(self.checker, self.mask)
         indices = [self._express(products, product, names) for product in products]
-        tables = tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items())
+        tables = names.stored_tables()
         terms = self._assign_roles(products, indices)
         note = "; ".join(f"{t.role} by {t.index}" for t in terms)
         notes = [n for n in self.mask.notes if n.reason is not NoteReason.STAYS_BIAS or n.tensor != term.tensor]
@@ -155,17 +154,6 @@ class _Lifter:
         )
         check_rows(self.checker, self.site, lifted, products, indices)
         return lifted
-
-    def _names(self) -> GraphNames:
-        names = GraphNames({}, _refuse_operand, self._constant)
-        names.tables.update(arrays_of(self.mask.tables))
-        return names
-
-    def _constant(self, name: str) -> np.ndarray:
-        array = self.checker.symbolic.constant(name)
-        if array is None:
-            raise UnsupportedError(f"its row is read from {name!r}, which is no constant")
-        return array
 
     def read_products(self, term: MaskTerm) -> list[Product]:
         shape = self.checker.symbolic.shape(term.tensor)
@@ -299,7 +287,3 @@ class _Lifter:
             is_padded=found.is_padded,
         )
         return RelativeTerm(role, table, index, max(heads, shift_heads), product.term)
-
-
-def _refuse_operand(tensor: str, indices: tuple[Int, ...], boolean: bool) -> tuple[str, int | None]:
-    raise UnsupportedError(f"its row is read from {tensor!r}, which is known at run time alone")

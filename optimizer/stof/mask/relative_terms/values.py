@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-
 from stof.errors import UnsupportedError
 from stof.mask.check.checker import MaskChecker
-from stof.mask.from_condition import B, GraphNames, H, K, Q
+from stof.mask.from_condition import B, H, K, Q
 from stof.mask.lift import domain_of
 from stof.mask.relative_terms.check_values import check_values
 from stof.mask.relative_terms.contraction import Contraction, TensorElement, read_contraction
-from stof.mask.relative_terms.index import express_row
+from stof.mask.relative_terms.index import express_row, index_names
 from stof.mask.relative_terms.linear import linear_sum, reach_of_check
 from stof.mask.relative_terms.operands import D
 from stof.mask.relative_terms.products import VALUE_ROLE
@@ -29,7 +27,6 @@ from stof.mask.site import (
     RelativeTable,
     RelativeTerm,
     TermKind,
-    arrays_of,
 )
 from stof.symbolic import Int, integer, var
 from stof.symbolic.algebra.domain import Domain
@@ -87,10 +84,9 @@ class _Values:
             raise UnsupportedError(f"{found.tensor} depends on {', '.join(sorted(inputs))}")
         if found.data or found.rows.constant is None or found.rows.constant > MOST_ROWS:
             raise UnsupportedError(f"{found.tensor} has more than {MOST_ROWS} rows, or as many as inputs are long")
-        names = GraphNames({}, _refuse_operand, self._constant)
-        names.tables.update(arrays_of(self.mask.tables))
+        names = index_names(self.checker, self.mask)
         index = express_row(self.site, self.domain, found.row, found.rows, names)
-        tables = tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items())
+        tables = names.stored_tables()
         check_values(self.checker, self.site, replace(self.mask, tables=tables), found, index, factor * weight)
         table = RelativeTable(
             found.tensor, found.head_axis, found.row_axis, found.column_axis, factor * weight,
@@ -105,12 +101,6 @@ class _Values:
             relative_terms=(*self.mask.relative_terms, term),
             notes=(*self.mask.notes, MaskNote(NoteReason.RELATIVE_TERM, text, self.added.tensor)),
         )
-
-    def _constant(self, name: str) -> np.ndarray:
-        array = self.checker.symbolic.constant(name)
-        if array is None:
-            raise UnsupportedError(f"its row is read from {name!r}, which is no constant")
-        return array
 
     def _element_index(self, tensor: str, last: Int) -> Index:
         """The index of a head's query in a tensor [B, H, S, ..] or [B * H, S, ..]."""
@@ -164,7 +154,3 @@ class _Values:
         if others != wanted or variables_of(key - var(_SUMMED)) - {"q"}:
             return None
         return key
-
-
-def _refuse_operand(tensor: str, indices: tuple[Int, ...], boolean: bool) -> tuple[str, int | None]:
-    raise UnsupportedError(f"its row is read from {tensor!r}, which is known at run time alone")
