@@ -174,6 +174,24 @@ def test_spellings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(run(emitted, feed), wanted, atol=2e-5 * float(np.abs(wanted).max()))
 
 
+def test_a_table_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a session with all optimizations, which ends a process where its fused matmul has no rows."""
+    scope, described = describe(SPELLINGS["pad and view, rows of the past alone"].model(), monkeypatch)
+    assert described.mask is not None
+    assert described.mask.relative_terms[0].table.shift
+    emitted = emit(scope.working.model, scope.symbolic, [Rewrite(described.site, described.mask)])
+    node = next(n for n in emitted.graph.node if n.op_type == "StofAttention")
+    graph = onnx.utils.Extractor(emitted).extract_model(["x", "mem"], [node.input[3 + _slot_of(node)]])
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    (table,) = session.run(None, {n: np.ones((2, 0, _WIDTH), np.float32) for n in ("x", "mem")})
+    assert table.shape == (_HEADS, 0, _SIZE + 1)
+
+
+def _slot_of(node: onnx.NodeProto) -> int:
+    roles = next(a.s.decode() for a in node.attribute if a.name == "operands").split()
+    return roles.index("relative_key")
+
+
 @pytest.mark.parametrize("name", ["pad and view", "gather", "strided"])
 def test_windows_with_a_past(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming: queries behind a past read the rows of a window, whatever the past's length."""

@@ -104,12 +104,15 @@ def _build_table(
         tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
     if shift is None:
         return tensor
-    column = editor.initializer("stof_relative_shift", shift[:, :, None].copy())
+    vectors = editor.initializer("stof_relative_shift", shift[:, None, :].copy())
     if len(shift) > 1 and table.head_axis is None:  # each head has a column of its own
         heads = editor.initializer("stof_relative_heads", np.array([len(shift), 1, 1], np.int64))
         tensor = append_fp32_node(editor, extra, "Expand", [tensor, heads])
-    product = append_fp32_node(editor, extra, "MatMul", [tensor, column])
-    return append_fp32_node(editor, extra, "Concat", [tensor, product], axis=2)
+    # No MatMul: ONNX Runtime would fuse it with a Transpose in front of it, and its fused kernel divides by 0 rows.
+    product = append_fp32_node(editor, extra, "Mul", [tensor, vectors])
+    axis = editor.initializer("stof_relative_axis", np.array([2], np.int64))
+    column = append_fp32_node(editor, extra, "ReduceSum", [product, axis], keepdims=1)
+    return append_fp32_node(editor, extra, "Concat", [tensor, column], axis=2)
 
 
 def _cut_of(symbolic: Symbolic, table: RelativeTable) -> Cut:
