@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +61,24 @@ def document(results: Path) -> str:
             lines += tabulate_texts(texts)
     lines += _patterns([r for path in sorted((results / "comparisons").glob("s2-*.json")) for r in read(path)])
     lines += _search(read(results / "search.json"))
+    lines += _memory(results / "memory-bound.json")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _memory(path: Path) -> list[str]:
+    """Estimated over measured memory of runs, by graph."""
+    if not path.is_file():
+        return []
+    graphs = json.loads(path.read_text()).values()
+    lines = []
+    for key, words in (("original", "before"), ("result", "after")):
+        runs = [run for pairs in graphs for run in pairs[key]]
+        ratios = [run["ratio"] for run in runs]
+        least, most = (f"{pick(run['measured'] for run in runs) / 2**20:.0f}" for pick in (min, max))
+        mean = f"{geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(f"* {words}: {len(runs)} runs of {least} to {most} MiB, estimate over measured {mean}")
+    words = "[Estimates](../design/memory.md) beside fresh processes, by `python tests/memory/memory_bound.py`:\n"
+    return ["## Peak memory of whole models", "", words, *lines]
 
 
 def _time(us: float) -> str:

@@ -181,6 +181,28 @@ def _frames(torch: Any, config: Any) -> Feed:
     return Feed(tensors, axes, ("last_hidden_state",), call, {"last_hidden_state": {0: B, 1: "positions"}})
 
 
+def _near_frames(torch: Any, config: Any) -> Feed:
+    """The layers of a speech encoder, in which a frame attends those that are 128 away at most, as local variants do."""
+    tensors = {"hidden_states": torch.randn(2, 20, config.hidden_size), "attention_mask": _mask(torch, 2, 20).flip(1)}
+
+    def call(core: Any, hidden_states: Any, attention_mask: Any) -> Any:
+        at = torch.arange(hidden_states.shape[1])
+        is_near = (at[:, None] - at[None, :]).abs() <= 128
+        allowed = attention_mask.bool()[:, None, None, :] & is_near[None, None]
+        if hasattr(core, "encode_positions"):
+            positions = core.encode_positions(hidden_states)
+            for layer in core.layers:
+                hidden_states = layer(hidden_states, attention_mask=allowed, position_embeddings=positions)
+            return hidden_states
+        positions = core.encoder.embed_positions(hidden_states)
+        added = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+        for layer in core.encoder.layers:
+            hidden_states = layer(hidden_states, attention_mask=added, relative_position_embeddings=positions)[0]
+        return hidden_states
+
+    return Feed(tensors, {n: {0: B, 1: S} for n in tensors}, ("last_hidden_state",), call)
+
+
 def _speecht5_encoder(torch: Any, config: Any) -> Feed:
     given = _text(torch, config)
 
@@ -294,6 +316,7 @@ _KINDS: dict[str, Callable[[Any, Any], Feed]] = {
     "wave": _wave,
     "spectrogram": _spectrogram,
     "frames": _frames,
+    "near-frames": _near_frames,
     "speecht5-encoder": _speecht5_encoder,
     "vits-encoder": _vits_encoder,
     "bigbird": _bigbird,

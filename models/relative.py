@@ -13,6 +13,15 @@ _LAYER: dict[str, Any] = {**ENCODER, "num_hidden_layers": 1}
 _DEBERTA: dict[str, Any] = {**_LAYER, "relative_attention": True, "position_biased_input": False}
 _BUCKETS: dict[str, Any] = {"position_buckets": 16, "norm_rel_ebd": "layer_norm"}
 _SPEECH: dict[str, Any] = {**SPEECH, "num_hidden_layers": 1}
+_PARAKEET: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "num_mel_bins": 16,
+    "subsampling_conv_channels": 8,
+    "max_position_embeddings": 500,
+}
 _BERT2: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -30,6 +39,16 @@ def _deberta(terms: list[str], forms: Forms = SOME_EAGER, **settings: Any) -> Ar
     )
 
 
+def _conformer(inputs: str) -> Architecture:
+    settings = {**_SPEECH, "position_embeddings_type": "relative", "conv_depthwise_kernel_size": 3}
+    forms = only(SOME_EAGER, "dynamo")
+    return Architecture("Wav2Vec2ConformerConfig", "Wav2Vec2ConformerModel", settings, inputs, forms)
+
+
+def _parakeet(inputs: str, forms: Forms) -> Architecture:
+    return Architecture("ParakeetEncoderConfig", "ParakeetEncoder", _PARAKEET, inputs, forms)
+
+
 RELATIVE: dict[str, Architecture] = {
     # The projections of queries and keys serve positions as well.
     "deberta-v3": _deberta(["p2c", "c2p"], share_att_key=True, num_hidden_layers=2, **_BUCKETS),
@@ -42,28 +61,11 @@ RELATIVE: dict[str, Architecture] = {
         {**_DEBERTA, "pos_att_type": ["p2c", "c2p"], "talking_head": False},
         forms=SOME_EAGER,
     ),
-    "conformer": Architecture(
-        "Wav2Vec2ConformerConfig",
-        "Wav2Vec2ConformerModel",
-        {**_SPEECH, "position_embeddings_type": "relative", "conv_depthwise_kernel_size": 3},
-        "wave",
-        only(SOME_EAGER, "dynamo"),
-    ),
-    "parakeet": Architecture(
-        "ParakeetEncoderConfig",
-        "ParakeetEncoder",
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "intermediate_size": 40,
-            "num_mel_bins": 16,
-            "subsampling_conv_channels": 8,
-            "max_position_embeddings": 500,
-        },
-        "frames",
-        SOME_EAGER,
-    ),
+    "conformer": _conformer("wave"),
+    # A frame attends those that are near.
+    "conformer-window": _conformer("near-frames"),
+    "parakeet": _parakeet("frames", SOME_EAGER),
+    "parakeet-window": _parakeet("near-frames", _TRACED),
     "wav2vec2-bert": Architecture(
         "Wav2Vec2BertConfig",
         "Wav2Vec2BertModel",

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "cpu/attention/plan.h"
+#include "cpu/attention/red_zone.h"
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
-#include "cpu/red_zone.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/mask/columns/key_columns.h"
@@ -70,8 +70,8 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
   for (size_t i = 0; problem.relative != nullptr && i < kTableCount; ++i) {
     const cpu::PackedTable& table = *ListTables(problem.relative)[i];
     if (table.table == nullptr) continue;
-    layout.table_rows[i] = take(table.heads * table.stride_h * 4);
-    layout.table_further[i] = take(table.heads * table.FurtherStride() * 4);
+    layout.table_rows[i] = take(table.SharedHeads() * table.stride_h * 4);
+    layout.table_further[i] = take(table.SharedHeads() * table.FurtherStride() * 4);
   }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
   layout.scratch = take(layout.scratch_each * threads);
@@ -107,6 +107,14 @@ void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
       bits[b * words + w] = word;
     }
   }
+}
+
+// Whether a worker keeps something of tables of relative positions for the other tile rows of a head.
+bool KeepsTables(const cpu::AttentionProblem& problem) {
+  if (problem.relative == nullptr) return false;
+  const auto tables = ListTables(problem.relative);
+  return std::any_of(tables.begin(), tables.end(),
+                     [](const cpu::PackedTable* table) { return table->is_own || table->keeps_products; });
 }
 
 // Orders items so that heads of the same rows are neighbours: they share the element masks that a worker evaluates. The
@@ -339,7 +347,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
   if (!CheckForCpu(args, config).ok()) return 0;
-  cpu::AttentionPlan plan(args, config);
+  cpu::AttentionPlan plan(args, config, std::max(1, threads));
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
   return static_cast<size_t>(MakeLayout(*plan.problem(), plan.Items(), kernels, std::max(1, threads)).total);
 }
@@ -349,10 +357,10 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   STOF_RETURN_IF_ERROR(CheckForCpu(args, config));
   if (args.shape.B == 0 || args.shape.H == 0 || args.shape.S == 0) return Status();
   const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
-  cpu::AttentionPlan plan(args, config);
+  const int threads = std::max(1, parallel.threads);
+  cpu::AttentionPlan plan(args, config, threads);
   cpu::AttentionProblem& problem = *plan.problem();
   const int64_t items = plan.Items();
-  const int threads = std::max(1, parallel.threads);
   const Layout layout = MakeLayout(problem, items, kernels, threads);
   char* base = static_cast<char*>(workspace);
   const RedZones red_zones(base, layout);
@@ -385,17 +393,16 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     int64_t panels = 0;
     for (size_t i = 0; i < kTableCount; ++i) {
       cpu::PackedTable& table = *ListTables(plan.relative())[i];
-      if (table.table == nullptr) continue;
+      if (table.SharedHeads() == 0) continue;
       table.data = reinterpret_cast<float*>(base + layout.table_rows[i]);
       if (table.FurtherStride() > 0) table.further = reinterpret_cast<float*>(base + layout.table_further[i]);
-      panels += table.heads * table.rows / cpu::kPanel;
+      panels += table.SharedHeads() * table.rows / cpu::kPanel;
     }
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackTables);
   }
   // Long steps: neighbours share keys, and each prefetches for the next one. But the last steps must be short.
   int64_t step = std::clamp<int64_t>(items / (16 * int64_t{threads}), 1, 8);
-  const bool keeps_products = problem.relative != nullptr && problem.relative->query.keeps_products;
-  if (keeps_products && items / problem.tile_rows >= 2 * int64_t{threads}) step = problem.tile_rows;
+  if (KeepsTables(problem) && items / problem.tile_rows >= 2 * int64_t{threads}) step = problem.tile_rows;
   Run(&job, items, step, parallel, AttendTileRows);
   return Status();
 }

@@ -69,6 +69,8 @@ struct PackedTable {
   int64_t capacity = 0;  // of panels: the panels of a ring of products, a power of two
   float* data = nullptr;
   float* further = nullptr;  // [heads, FurtherStride], the further column times scale; nullptr: none
+  // Each worker packs the table of the head that it attends; `data` and `further` are not set.
+  bool is_own = false;
 
   // The products of all keys of a head are kept for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each
   // worker.
@@ -79,6 +81,8 @@ struct PackedTable {
   STOF_ALWAYS_INLINE int64_t FurtherStride() const {
     return table != nullptr && table->columns > ld ? rows + kStrip : 0;
   }
+  // Heads that are packed before the first item.
+  STOF_ALWAYS_INLINE int64_t SharedHeads() const { return table == nullptr || is_own ? 0 : heads; }
   STOF_ALWAYS_INLINE int64_t WeightStride() const { return rows + kPanel; }
 };
 

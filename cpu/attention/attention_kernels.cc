@@ -17,6 +17,7 @@ void Prepare(const AttentionProblem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
   if (scratch.kept_of != nullptr) *scratch.kept_of = -1;
+  if (scratch.tables_of != nullptr) *scratch.tables_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
   for (int64_t i = 0; i < problem.element_slots; ++i) scratch.elements_of[i] = -1;
 }
@@ -55,12 +56,14 @@ void PackTables(const AttentionProblem& problem, int64_t first, int64_t last, vo
   for (int64_t i = first; i < last; ++i) {
     int64_t at = i;
     for (const PackedTable* const table : all) {
-      const int64_t panels = table->rows / kPanel;
-      if (at < table->heads * panels) {
-        PackTablePanel(problem, *table, at / panels, at % panels, scratch.table_rows, RoundUp(table->ld, kPanel));
+      const int64_t panels = table->rows / kPanel, head = panels == 0 ? 0 : at / panels;
+      if (head < table->SharedHeads()) {
+        PackTablePanel(problem, *table, head, at % panels, table->data + head * table->stride_h,
+                       table->further == nullptr ? nullptr : table->further + head * table->FurtherStride(),
+                       scratch.table_rows);
         break;
       }
-      at -= table->heads * panels;
+      at -= table->SharedHeads() * panels;
     }
   }
 }

@@ -399,7 +399,12 @@ class AttentionWorker {
 
   // ---- cpu/attention/relative.h ----
   static int64_t RingStride(const PackedTable& table) { return (table.capacity + 1) * kPanel; }
+  struct HeadTable {
+    const float *rows, *further;
+  };
   __attribute__((noinline)) void BeginRelative();
+  void PackOwnTables() const;
+  HeadTable TableOfHead(const PackedTable& table, int number) const;
   void PanelScores(int rows, const float* q, int64_t ldq, const float* keys, int panels, const float* start, float* s,
                    int64_t lds) const;
   __attribute__((noinline)) void FillRing(int term, int row, int64_t first, int64_t last) const;

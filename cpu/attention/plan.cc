@@ -36,11 +36,10 @@ constexpr int64_t kSampledRows = 64;
 constexpr int64_t kMostRingPanels = 64;
 // Bytes of the products of keys that a worker keeps for the other tile rows of a head: half an L2.
 constexpr int64_t kKeptBytes = (1 << 20) + (64 << 10);
+// Bytes of a table of one head that each worker packs for itself: with keys and values it fits an L2.
+constexpr int64_t kOwnTableBytes = 256 << 10;
 // Bytes of the partial results of split-KV rows.
 constexpr int64_t kPartialBytes = 64 << 20;
-
-// Whether neighbouring keys name neighbouring rows.
-bool IsNeighbourly(const RelativeTable& table) { return table.index.is_stepwise && table.index.key_part == nullptr; }
 
 }  // namespace
 
@@ -49,7 +48,7 @@ bool HasFewQueries(const AttentionArgs& args) {
   return args.shape.S <= kFewRows || (args.shape.S <= kMostFewRows && args.shape.T >= kManyKeys);
 }
 
-AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config) : args_(args) {
+AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) : args_(args) {
   problem_.args = &args;
   if (const BlockMask* const blocks = args.mask.fixed.blocks()) {
     const BlockMask& mask = *blocks;
@@ -79,12 +78,17 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   problem_.few_queries = args.shape.S <= config.m && HasFewQueries(args);
   problem_.few_queries ? PlanFewQueries() : PlanTileRows();
   problem_.sequences = sequences_.data();
-  PlanRelativeTables();
+  PlanRelativeTables(threads);
 }
 
-void AttentionPlan::PlanRelativeTables() {
+void AttentionPlan::PlanRelativeTables(int threads) {
   const ScoreArgs& scores = args_.scores;
   if (!scores.has_relative_tables() && !args_.relative_value.given()) return;
+  // One worker gets all rows of a head, and no other sequence needs its tables: they are packed where they are read, in
+  // the cache.
+  const bool are_heads_whole = threads == 1 || (args_.shape.H >= 2 * threads && args_.shape.H % threads == 0);
+  const bool are_heads_together = args_.shape.B == 1 && are_heads_whole && args_.mask.fixed.blocks() == nullptr &&
+                                  args_.mask.fixed.elements() == nullptr;
   const auto plan = [&](const RelativeTable& table, PackedTable* packed) {
     if (!table.given()) return;
     packed->table = &table;
@@ -95,9 +99,10 @@ void AttentionPlan::PlanRelativeTables() {
     packed->stride_h = (packed->rows + (packed->is_panels || packed->is_value ? 0 : kStrip)) * packed->ld;
     // All panels where pairs of several key tiles name them, else those of one key tile. Capacities are powers of two.
     const int64_t panels = packed->rows / kPanel, at_once = problem_.n / kPanel + 3;
-    const bool is_met_once = IsNeighbourly(table) && (table.index.is_linear || panels > kMostRingPanels);
+    const bool is_met_once = table.index.IsStepwiseByKey() && (table.index.is_linear || panels > kMostRingPanels);
     const int64_t most = std::min(panels, is_met_once ? at_once : kMostRingPanels);
     for (packed->capacity = 1; packed->capacity < most;) packed->capacity *= 2;
+    packed->is_own = are_heads_together && packed->heads > 1 && packed->rows * packed->ld * 4 <= kOwnTableBytes;
   };
   relative_.key[0].is_panels = relative_.key[1].is_panels = true;
   relative_.value.is_value = true;
@@ -106,7 +111,7 @@ void AttentionPlan::PlanRelativeTables() {
   plan(scores.relative_query, &relative_.query);
   plan(args_.relative_value, &relative_.value);
   PackedTable& query = relative_.query;
-  if (query.table != nullptr && IsNeighbourly(*query.table) && !query.table->index.is_linear) {
+  if (query.table != nullptr && query.table->index.IsStepwiseByKey() && !query.table->index.is_linear) {
     const int64_t bytes = CountKeyBlocks(problem_) * query.KeptStride() * kKeyBlock * 4;
     query.keeps_products = bytes <= kKeptBytes && args_.shape.S > problem_.m;
   }

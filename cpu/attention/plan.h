@@ -19,7 +19,8 @@ bool HasFewQueries(const AttentionArgs& args);
 // The AttentionProblem of a call, and the arrays that it points to. args must outlive it.
 class AttentionPlan {
  public:
-  AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config);
+  // Results do not depend on the number of threads.
+  AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads);
   AttentionPlan(const AttentionPlan&) = delete;
   AttentionPlan& operator=(const AttentionPlan&) = delete;
 
@@ -47,7 +48,7 @@ class AttentionPlan {
   // Divides the tiles of a KV head into `count` splits of equal length.
   void Split(const KeyTileRun* runs, int64_t run_count, int64_t tiles, int64_t count);
   void PlanTileRows();
-  void PlanRelativeTables();
+  void PlanRelativeTables(int threads);
   // The most key tiles of a tile row. Where the mask lists runs, only a sample of the rows is counted.
   int64_t MostTiles();
 

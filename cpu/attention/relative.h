@@ -20,15 +20,16 @@ inline const char* TableRow(const RelativeTable& table, int64_t head, int64_t ro
   return static_cast<const char*>(table.data) + SizeOf(table.dtype) * (head * table.stride_h + at * table.columns);
 }
 
-// Packs kPanel rows of a table as its kind has them. floats: scratch for them in fp32.
+// Packs kPanel rows of a table as its kind has them. data, further: of the head. floats: scratch for the rows in fp32.
 inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& packed, int64_t head, int64_t panel,
-                           float* floats, int64_t ld) {
+                           float* data, float* further, float* floats) {
   const RelativeTable& table = *packed.table;
   const int64_t first = packed.first + panel * kPanel, count = Min(kPanel, table.rows - first);
   const int64_t size = packed.is_value ? problem.args->shape.Dv : problem.args->shape.D;
+  const int64_t ld = RoundUp(packed.ld, kPanel);
   const float scale = problem.args->scores.scale;
-  if (packed.further != nullptr) {
-    float* const to = packed.further + head * packed.FurtherStride() + panel * kPanel;
+  if (packed.FurtherStride() > 0) {
+    float* const to = further + panel * kPanel;
     for (int64_t j = 0; j < kPanel; ++j) {
       to[j] = j < count ? scale * ToFloat(TableRow(table, head, first + j), table.dtype, size) : 0.0f;
     }
@@ -40,7 +41,7 @@ inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& p
     for (int64_t j = 0; j < count; ++j) ToFloats(TableRow(table, head, first + j), table.dtype, size, floats + j * ld);
     from = floats, stride = ld;
   }
-  float* to = packed.data + head * packed.stride_h;
+  float* to = data;
   if (packed.is_panels) return PackPanel(from, stride, count, size, to + panel * kPanel * size);
   to += panel * kPanel * packed.ld;
   const float factor = packed.is_value ? 1.0f : scale;
@@ -62,10 +63,37 @@ void AttentionWorker<kInPlace>::BeginRelative() {
   for (int term = 0; term < 2; ++term) {
     for (int64_t i = 0; i < strips * relative.key[term].capacity; ++i) scratch_.panels_of[term][i] = -1;
   }
+  PackOwnTables();
   const int64_t head = b_ * args_.shape.H + h_;
   if (!relative.query.keeps_products || *scratch_.kept_of == head) return;
   *scratch_.kept_of = head;
   for (int64_t i = 0; i < 2 * CountKeyBlocks(problem_); ++i) scratch_.kept_rows[i] = 0;
+}
+
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::PackOwnTables() const {
+  if (*scratch_.tables_of == h_) return;
+  *scratch_.tables_of = h_;
+  const RelativeTables& relative = *problem_.relative;
+  const PackedTable* const all[] = {&relative.key[0], &relative.key[1], &relative.query, &relative.value};
+  for (int i = 0; i < 4; ++i) {
+    for (int64_t panel = 0; all[i]->is_own && panel < all[i]->rows / kPanel; ++panel) {
+      PackTablePanel(problem_, *all[i], h_, panel, scratch_.own_tables[i], scratch_.own_further[i],
+                     scratch_.table_rows);
+    }
+  }
+}
+
+// The packed table of the head: its rows, and the further column or nullptr.
+template <bool kInPlace>
+inline typename AttentionWorker<kInPlace>::HeadTable AttentionWorker<kInPlace>::TableOfHead(const PackedTable& table,
+                                                                                            int number) const {
+  if (table.is_own) {
+    return {scratch_.own_tables[number], table.FurtherStride() > 0 ? scratch_.own_further[number] : nullptr};
+  }
+  const int64_t head = table.heads == 1 ? 0 : h_;
+  return {table.data + head * table.stride_h,
+          table.further == nullptr ? nullptr : table.further + head * table.FurtherStride()};
 }
 
 // Scores of up to six rows with `panels` panels, as many as a block has at most.
@@ -90,26 +118,29 @@ inline void AttentionWorker<kInPlace>::PanelScores(int rows, const float* q, int
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64_t last) const {
   const PackedTable& table = problem_.relative->key[term];
-  const int64_t ld = RingStride(table), head = table.heads == 1 ? 0 : h_;
+  const HeadTable packed = TableOfHead(table, term);
+  const int64_t ld = RingStride(table);
   int32_t* const tags = scratch_.panels_of[term] + row / kStrip * table.capacity;
   float* const ring = scratch_.products[term] + row * ld;
   const int rows = rows_ - row;
   for (int64_t p = first; p < last;) {
     const int64_t slot = p & (table.capacity - 1);
-    int count = 0;
-    for (; count < kBlockPanels && p + count < last && slot + count < table.capacity; ++count) {
-      if (tags[slot + count] == p + count) break;
-      tags[slot + count] = static_cast<int32_t>(p + count);
-    }
-    if (count == 0) {
+    int run = 0;  // panels that are missing, one behind the other
+    while (run < kBlockPanels + 2 && p + run < last && slot + run < table.capacity && tags[slot + run] != p + run)
+      ++run;
+    if (run == 0) {
       ++p;
       continue;
     }
+    // As in PackedScores: five panels are three and two.
+    const int count =
+        run == kBlockPanels + 1 && kBlockPanels > 2 ? kBlockPanels - 1 : static_cast<int>(Min(run, kBlockPanels));
+    for (int i = 0; i < count; ++i) tags[slot + i] = static_cast<int32_t>(p + i);
     const int64_t at = p * kPanel - table.first;
     float* const to = ring + slot * kPanel;
-    PanelScores(rows, scratch_.q + row * scratch_.ldq, scratch_.ldq,
-                table.data + head * table.stride_h + at * args_.shape.D, count, kNoStart, to, ld);
-    const float* const further = table.further == nullptr ? nullptr : table.further + head * table.FurtherStride() + at;
+    PanelScores(rows, scratch_.q + row * scratch_.ldq, scratch_.ldq, packed.rows + at * args_.shape.D, count, kNoStart,
+                to, ld);
+    const float* const further = packed.further == nullptr ? nullptr : packed.further + at;
     for (int r = 0; r < Min(kStrip, rows); ++r) {
       for (int c = 0; c < count * kPanel && further != nullptr; c += kWidth) {
         Simd::Store(to + r * ld + c, Simd::Add(Simd::Load(to + r * ld + c), Simd::Load(further + c)));
@@ -200,22 +231,26 @@ template <bool kInPlace>
 void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float* packed) const {
   const PackedTable& table = problem_.relative->query;
   const RelativeRows& index = table.table->index;
-  const bool is_distance = index.is_stepwise && index.key_part == nullptr;
-  constexpr int kPanels = kKeyBlock / kPanel;
-  for (int c = 0; c < keys; c += kKeyBlock) {
+  const bool is_distance = index.IsStepwiseByKey();
+  // Each key of a block is multiplied with the rows of all its keys: two panels do where accumulators hold four, and
+  // few queries take one.
+  const int size = table.keeps_products || !is_distance ? kKeyBlock
+                   : rows_ <= kPanel                    ? kPanel
+                                                        : static_cast<int>(Min(kBlockPanels, 2)) * kPanel;
+  for (int c = 0; c < keys; c += size) {
     // The rows of a block: those of strips that attend one of its keys.
     int first = -1, last = 0;
     for (int row = 0; row < rows_; row += kRows) {
       Strip strip;
       strip.row = row;
       FindPanels(keys, &strip);
-      if ((strip.active >> (c / kPanel) & ((1u << kPanels) - 1u)) == 0) continue;
+      if ((strip.active >> (c / kPanel) & ((1u << size / kPanel) - 1u)) == 0) continue;
       if (first < 0) first = row;
       last = static_cast<int>(Min(row + kRows, rows_));
     }
     if (first < 0) continue;
     const float* const block = packed + c / kPanel * args_.shape.D * kPanel;
-    const int count = static_cast<int>(Min(kKeyBlock, RoundUp(keys, kPanel) - c));
+    const int count = static_cast<int>(Min(size, RoundUp(keys, kPanel) - c));
     if (is_distance) {
       DistanceKeyProducts(first, last, key0 + c, count, block, scratch_.key_terms + c);
     } else {
@@ -228,9 +263,10 @@ void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float*
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const {
   const PackedTable& table = problem_.relative->query;
-  const int64_t head = table.heads == 1 ? 0 : h_, at = row - table.first;
-  const float* const rows = table.data + head * table.stride_h + at * table.ld;
-  const float* const further = table.further == nullptr ? nullptr : table.further + head * table.FurtherStride() + at;
+  const HeadTable own = TableOfHead(table, 2);
+  const int64_t at = row - table.first;
+  const float* const rows = own.rows + at * table.ld;
+  const float* const further = own.further == nullptr ? nullptr : own.further + at;
   for (int r = 0; r < count; r += kStrip) {
     float start[kStrip] = {};
     for (int i = 0; i < kStrip && further != nullptr; ++i) start[i] = further[r + i];
@@ -265,7 +301,7 @@ inline const float* AttentionWorker<kInPlace>::BlockProducts(int64_t first, int6
   return kept + first * kKeyBlock;
 }
 
-// Lane l of the result: lane l of row (l / unit) % 4 of the four.
+// Lane l of the result: lane l of row (l / kUnit) % 4 of the four.
 template <int kUnit, typename Row>
 inline V PickLanes(const Row& row) {
   // Bit l of mask j: whether lane l is of row j.
@@ -282,8 +318,33 @@ inline V PickLanes(const Row& row) {
   return x;
 }
 
-// A query reads the diagonal of the products: those of key c with the row of distance c - r. Four lanes of it are
-// gathered for each distance first, then four of these: six blends for 16 keys.
+// Writes `count` diagonals, `step` floats from each other: lane l of diagonal i is lane l of row at[i + l]. Rows are
+// kKeyBlock floats. Four lanes are gathered for each row first, then four of these: six blends for 16 lanes. All that
+// later diagonals need again stays in registers.
+inline void StoreDiagonals(int count, const float* rows, const int32_t* at, float* to, int64_t step) {
+  constexpr int kAhead = kWidth - 4;
+  V row[4], gathered[kWidth];
+  const auto load = [&](int i) { return Simd::Load(rows + at[i] * kKeyBlock); };
+#pragma GCC unroll 3
+  for (int i = 0; i < 3; ++i) row[i] = load(i);
+#pragma GCC unroll 16
+  for (int i = 0; i < kAhead; ++i) {
+    row[(i + 3) % 4] = load(i + 3);
+    gathered[i] = PickLanes<1>([&](int j) { return row[(i + j) % 4]; });
+  }
+  for (at += kAhead + 3;; at += kWidth) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) {
+      if (count-- == 0) return;
+      row[(i + kAhead + 3) % 4] = load(i);
+      gathered[(i + kAhead) % kWidth] = PickLanes<1>([&](int j) { return row[(i + kAhead + j) % 4]; });
+      Simd::Store(to, PickLanes<4>([&](int j) { return gathered[(i + 4 * j) % kWidth]; }));
+      to += step;
+    }
+  }
+}
+
+// A query reads the diagonal of the products: those of key c with the row of distance c - r.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
                                                     float* to) const {
@@ -291,21 +352,10 @@ void AttentionWorker<kInPlace>::DistanceKeyProducts(int first, int last, int64_t
   // Of the least distance: the first key of the block and the last query.
   const int32_t* const named =
       index.row + (key_position_ + key0 - index.QueryPart(query_position_ + row0_) - index.low) - (last - 1);
-  const int count = keys + last - first - 1;
-  const int64_t low = named[0], high = named[count - 1];
-  const float* const block = BlockProducts(low, high + 1, key0, keys, packed);
+  const int64_t low = named[0], high = named[keys + last - first - 2];
+  const float* const block = BlockProducts(low, high + 1, key0, keys, packed) - low * kKeyBlock;
   for (int c = 0; c < keys; c += kWidth) {
-    const float* const products = block + c;
-    float* const diagonals = scratch_.key_diagonals;  // of the least distance of these keys on
-    for (int d = 0; d + 4 <= last - first + kWidth - 1; ++d) {
-      const int32_t* const at = named + c + d;
-      Simd::Store(diagonals + d * kWidth,
-                  PickLanes<1>([&](int j) { return Simd::Load(products + (at[j] - low) * kKeyBlock); }));
-    }
-    for (int r = first; r < last; ++r) {
-      const float* const from = diagonals + (last - 1 - r) * kWidth;
-      Simd::Store(to + r * problem_.n + c, PickLanes<4>([&](int j) { return Simd::Load(from + 4 * j * kWidth); }));
-    }
+    StoreDiagonals(last - first, block + c, named + c, to + (last - 1) * int64_t{problem_.n} + c, -problem_.n);
   }
 }
 
@@ -336,7 +386,7 @@ void AttentionWorker<kInPlace>::AddRelativeProducts(const Strip& strip, float* s
   for (int term = 0; term < 2; ++term) {
     const RelativeTable* const table = relative.key[term].table;
     if (table == nullptr) continue;
-    if (table->index.is_stepwise && table->index.key_part == nullptr) {
+    if (table->index.IsStepwiseByKey()) {
       AddDistanceProducts(term, strip, s, key0);
     } else {
       AddAnyProducts(term, strip, s, key0);
@@ -358,7 +408,7 @@ template <bool kInPlace>
 void AttentionWorker<kInPlace>::AddRowWeights(const Strip& strip, const float* p, int64_t key0) const {
   const PackedTable& table = problem_.relative->value;
   const RelativeRows& index = table.table->index;
-  const bool is_distance = index.is_stepwise && index.key_part == nullptr;
+  const bool is_distance = index.IsStepwiseByKey();
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
   for (int r = 0; r < rows; ++r) {
     float* const w = scratch_.row_weights + (strip.row + r) * table.WeightStride() - table.first;
@@ -391,7 +441,7 @@ template <bool kInPlace>
 void AttentionWorker<kInPlace>::AddRowValues(int r, float* to) const {
   const PackedTable& table = problem_.relative->value;
   const float* const w = scratch_.row_weights + r * table.WeightStride();
-  const float* values = table.data + (table.heads == 1 ? 0 : HeadOf(r)) * table.stride_h;
+  const float* values = TableOfHead(table, 3).rows;
   for (int64_t i = 0; i < table.rows; ++i, values += table.ld) {
     if (w[i] == 0.0f) continue;
     const V weight = Simd::Set1(w[i]);

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "cpu/attention/attention.h"
+#include "cpu/attention/red_zone.h"
 #include "cpu/attention/register_block.h"
-#include "cpu/red_zone.h"
 #include "cpu/simd/quantized.h"
 
 namespace stof {
@@ -82,16 +82,18 @@ struct Scratch {
   uint32_t* elements;
   KeyTileRun* runs;  // of the rows that are attended
   // Of tables of relative positions.
-  float* products[2] = {};         // products of queries: [rows, RingStride]
-  int32_t* panels_of[2] = {};      // [strips, capacity], the panels that slots hold, or -1
-  float* key_terms = nullptr;      // [rows, n], products of keys that the queries of a row tile name
-  float* key_products = nullptr;   // [rows of the table, kKeyBlock]
-  float* key_diagonals = nullptr;  // [distances, kWidth]
-  int32_t* kept_rows = nullptr;    // [key blocks, 2], the rows whose products are kept: from, to
-  int64_t* kept_of = nullptr;      // b * H + h of those
-  int32_t* key_tags = nullptr;     // [kKeyGroups]
-  float* table_rows = nullptr;     // rows of a panel in fp32
-  float* row_weights = nullptr;    // [rows, WeightStride], sums of the weights by the rows that they multiply
+  float* products[2] = {};        // products of queries: [rows, RingStride]
+  int32_t* panels_of[2] = {};     // [strips, capacity], the panels that slots hold, or -1
+  float* key_terms = nullptr;     // [rows, n], products of keys that the queries of a row tile name
+  float* key_products = nullptr;  // [rows of the table, kKeyBlock]
+  int32_t* kept_rows = nullptr;   // [key blocks, 2], the rows whose products are kept: from, to
+  int64_t* kept_of = nullptr;     // b * H + h of those
+  int32_t* key_tags = nullptr;    // [kKeyGroups]
+  float* table_rows = nullptr;    // rows of a panel in fp32
+  float* own_tables[4] = {};      // of PackedTable::is_own: keys' two, queries', values'
+  float* own_further[4] = {};
+  int64_t* tables_of = nullptr;  // the head of those, or -1
+  float* row_weights = nullptr;  // [rows, WeightStride], sums of the weights by the rows that they multiply
   bool copy_values, copy_keys, has_runs;
   size_t size;
 
@@ -99,6 +101,13 @@ struct Scratch {
   void TakeRelative(const AttentionProblem& problem, int64_t rows) {
     const RelativeTables& tables = *problem.relative;
     table_rows = Take<float>(kPanel * Max(ldq, ldo));
+    tables_of = Take<int64_t>(1);
+    const PackedTable* const all[] = {&tables.key[0], &tables.key[1], &tables.query, &tables.value};
+    for (int i = 0; i < 4; ++i) {
+      if (!all[i]->is_own) continue;
+      own_tables[i] = Take<float>(all[i]->stride_h);
+      own_further[i] = Take<float>(all[i]->FurtherStride());
+    }
     for (int term = 0; term < 2; ++term) {
       const PackedTable& table = tables.key[term];
       if (table.table == nullptr) continue;
@@ -107,7 +116,6 @@ struct Scratch {
     }
     if (tables.query.table != nullptr) {
       key_terms = Take<float>(rows * problem.n);
-      key_diagonals = Take<float>((rows + kKeyBlock) * kWidth);
       const int64_t some = Max(kKeyGroups * kGroupRows, rows + kKeyBlock + kStrip);
       const int64_t blocks = tables.query.keeps_products ? CountKeyBlocks(problem) : 0;
       key_products = Take<float>(Max(some, blocks * tables.query.KeptStride()) * kKeyBlock);

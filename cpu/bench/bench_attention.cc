@@ -88,6 +88,8 @@ constexpr Case kCases[] = {
     {"rel-bucket-both512", "", 1, 12, 12, 512, 512, 64, false, 1, kBucket, kBucket, 512},
     {"rel-bucket-both4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kBucket, kBucket, 512},
     {"rel-w128", "abs(q - k) <= 128", 1, 12, 12, 4096, 4096, 64, false, 1, "k - q + 128", "", 257},
+    {"rel-decode-small", "", 1, 12, 12, 1, 1024, 64, false, 1, kBucket, "", 512},
+    {"rel-decode-both-small", "", 1, 12, 12, 1, 1024, 64, false, 1, kBucket, kBucket, 512},
     {"rel-grid4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kGridRow, "", 127},
     {"rel-grid-columns4096", "", 1, 12, 12, 4096, 4096, 64, false, 1, kGridColumn, "", 127},
 };

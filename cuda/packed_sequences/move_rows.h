@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copies of PackedSequencesBackend (plugins/core/contract/packed_sequences.h), queued on the stream of a run:
+// The copies of PackedSequencesBackend (plugins/core/contract/packed_sequences.h), queued on `context.stream`:
 // nothing is read on the host.
 #ifndef STOF_CUDA_PACKED_SEQUENCES_MOVE_ROWS_H_
 #define STOF_CUDA_PACKED_SEQUENCES_MOVE_ROWS_H_

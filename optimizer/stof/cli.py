@@ -116,6 +116,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="room for so many tokens in every run, so that a CUDA graph can be captured; more are an error, on CUDA NaN",
     )
+    group.add_argument(
+        "--memory-limit",
+        type=_bytes,
+        default=0,
+        metavar="BYTES",
+        help="write no model whose run is estimated to take more, 4G for instance, at the largest sizes in use",
+    )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
 
 
@@ -270,6 +277,7 @@ def _run(arguments: argparse.Namespace) -> int:
         verify=not arguments.no_verify,
         verify_budget=arguments.verify_budget,
         verify_memory=arguments.verify_memory,
+        memory_limit=arguments.memory_limit,
         inputs=tuple(arguments.inputs),
         only=tuple(arguments.only),
         skip=tuple(arguments.skip),

@@ -63,6 +63,10 @@ class ArgumentError(StofError):
     exit_code = 1
 
 
+class MemoryLimitError(ArgumentError):
+    """The result is estimated to take more memory than the user allows."""
+
+
 class VerifyError(StofError):
     """The optimized model does not give the original's outputs."""
 

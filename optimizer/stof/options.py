@@ -54,6 +54,7 @@ class OptionArguments(TypedDict, total=False):
     verify: bool
     verify_budget: float
     verify_memory: int
+    memory_limit: int
     inputs: InputSource
     only: Sequence[str]
     skip: Sequence[str]
@@ -92,6 +93,8 @@ class Options:
         verify: run the result against the original before it is written.
         verify_budget: seconds for that.
         verify_memory: bytes for that; 0: half of what is free.
+        memory_limit: no model is written whose run is estimated to take more bytes, weights and activations together, at the
+            largest sizes in use; 0: any number.
         inputs: what verification runs on before drawn inputs: a .npz file, a folder of ``input_*.pb``, "module:function",
             arrays by name, a callable that gives some, or several of these.
         only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others.
@@ -134,6 +137,7 @@ class Options:
     verify: bool = True
     verify_budget: float = 45.0
     verify_memory: int = 0
+    memory_limit: int = 0
     inputs: InputSource = ()
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -202,7 +206,7 @@ _CHECKS: dict[str, Check] = {
     ),
     **dict.fromkeys(("sparsify", "sparse_mlp"), check_text),
     **dict.fromkeys(("verify_budget", "tune"), check_seconds),
-    **dict.fromkeys(("capability", "verify_memory"), check_count),
+    **dict.fromkeys(("capability", "verify_memory", "memory_limit"), check_count),
     **dict.fromkeys(("only", "skip"), check_texts),
     "target": one_of(*TARGETS, meant={"gpu": "cuda", "trt": "tensorrt"}),
     "chains": one_of(*CHAINS),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
-from stof.errors import ArgumentError, ModelError, StofError, VerifyError, explained
+from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
@@ -21,6 +21,8 @@ from stof.graph.external_data import check_output_folder, data_to_copy, external
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
+from stof.memory.memory_report import MemoryReport
+from stof.memory_bound.stage_memory import StageMemory
 from stof.op_parts import HoldsPrompts, Measures, ReadsOptions
 from stof.op_rewrite import Job, OpSettings
 from stof.ops import OPS, PLAN_FORMATS
@@ -58,6 +60,7 @@ def optimize(model: str | Path, output: str | Path | None = None, options: Optio
     Raises:
         ArgumentError: wrong arguments, an output that cannot be written.
         ModelError: the input is no model that can be read, or none that ONNX Runtime can run.
+        MemoryLimitError: a run of the result is estimated to take more than ``options.memory_limit``; as below.
         VerifyError: the result differs from the original; nothing was written but the report.
     """
     options = options or Options()
@@ -100,7 +103,7 @@ def run(
             _optimize(report, source, target, options)
             if report.output is None and not report.dry_run and copies_unchanged:
                 _copy(report, source, target)
-    except VerifyError as error:
+    except (MemoryLimitError, VerifyError) as error:
         report.failure = str(error)
         if when_failed is not None:
             when_failed(report)
@@ -156,6 +159,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
     if earlier:
+        if options.memory_limit:
+            report.memory = MemoryReport(missing="the model was optimized before", limit=options.memory_limit)
         for key, result in earlier.items():
             selections[key].check(result.candidates)
             report.sections[key] = result.section
@@ -170,10 +175,12 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
+    memory = StageMemory(job)
+    _estimate_memory(report, memory, stages)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
-            stages = _verify_and_write(report, job, stages, target, user_inputs)
+            stages = _verify_and_write(report, job, stages, target, user_inputs, memory)
     _mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
@@ -346,7 +353,12 @@ def _measure_seconds(report: Report, step: str) -> Iterator[None]:
 
 
 def _verify_and_write(
-    report: Report, job: Job, stages: list[Stage], target: Path, user_inputs: Sequence[GivenFeed]
+    report: Report,
+    job: Job,
+    stages: list[Stage],
+    target: Path,
+    user_inputs: Sequence[GivenFeed],
+    memory: StageMemory,
 ) -> list[Stage]:
     """Verifies and writes the model, without rewrites that change its outputs.
 
@@ -355,7 +367,10 @@ def _verify_and_write(
     """
     if job.options.verify:
         with progress.step("verify"):
-            stages = verify_stages(report, OPS, stages, target.parent, user_inputs)
+            verified = verify_stages(report, OPS, stages, target.parent, user_inputs)
+        if verified is not stages:  # some rewrites are dropped
+            _estimate_memory(report, memory, verified)
+        stages = verified
     if not any(s.decided.has_replaced for s in stages):
         return stages
     final = stages[-1].written
@@ -370,6 +385,18 @@ def _verify_and_write(
         with _measure_seconds(report, "time"):
             _time_models(report, job, stages, target)
     return stages
+
+
+def _estimate_memory(report: Report, memory: StageMemory, stages: Sequence[Stage]) -> None:
+    """Notes the estimated peak memory before and after.
+
+    Raises:
+        MemoryLimitError: when the result takes more than the user allows.
+    """
+    with _measure_seconds(report, "memory"):
+        report.memory = memory.estimate(stages)
+    if report.memory.is_above_limit:
+        raise MemoryLimitError(report.memory.limit_words())
 
 
 def _mark_written(report: Report, stages: Sequence[Stage]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -15,6 +15,7 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 from stof.verification.describe import describe_verification
 
 if TYPE_CHECKING:
+    from stof.memory.memory_report import MemoryReport
     from stof.prompts.loss import PromptLoss
     from stof.run_facts.facts import RunFacts
     from stof.sparsify.report import SparsityReport
@@ -189,6 +190,10 @@ class Section(ABC):
         """Lines below the rows of all sections."""
         return []
 
+    def reasons_by_site(self) -> Mapping[str, str]:
+        """Why sites stay as they are, or what of them does, by their names; for tensors that take memory."""
+        return {}
+
     def page_table(self) -> PageTable:
         """The rows for the report's page."""
         kind = self.names.kind
@@ -240,6 +245,7 @@ class Report:
     nodes_after: int = 0
     dry_run: bool = False
     verification: Verification | None = None
+    memory: MemoryReport | None = None  # estimated peaks, before and after; None: nothing was looked at
     times: ModelTimes | None = None  # of the whole models, with --time
     seconds: dict[str, float] = field(default_factory=dict)
     library: dict[str, Any] = field(default_factory=dict)
@@ -306,6 +312,7 @@ class Report:
         opsets = self.converted_opset
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
+        data["memory"] = None if self.memory is None else self.memory.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
         data["run"] = None if self.facts is None else self.facts.to_json()
         earlier = self.earlier_measurements
@@ -338,6 +345,7 @@ class Report:
             before, after = self.converted_opset
             lines.append(f"opset: {before} -> {after} (the model was converted by onnx.version_converter)")
         lines += self.choice_lines()
+        lines += self.memory.lines() if self.memory is not None else []
         lines += self._verification_lines()
         lines += self.time_lines()
         reasons = self.nothing_to_do

@@ -75,7 +75,7 @@ class ResultRules:
         return ResultRules({**self.shapes, **other.shapes}, spare, in_place)
 
 
-def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions: bool) -> None:
+def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions: bool) -> Symbolic | None:
     """Declares the results of all nodes of domain stof, in place. What is declared already stays.
 
     A size has a name of the model's own, a number, or is left open where it is computed.
@@ -84,16 +84,21 @@ def declare_results(model: onnx.ModelProto, rules: ResultRules, *, in_functions:
         model: a model with nodes of domain stof.
         rules: of the operators.
         in_functions: whether their functions get the nodes that carry shapes, too.
+
+    Returns:
+        The facts of the model, with exact sizes; None where it has no such node.
     """
     if not any(n.domain == DOMAIN for n in all_nodes(model.graph.node)):
-        return
-    calls = list(_declare_in_graph(model.graph, _Shapes(model, rules)))
+        return None
+    shapes = _Shapes(model, rules)
+    calls = list(_declare_in_graph(model.graph, shapes))
     if in_functions:
         inner = {n.op_type for f in model.functions for n in all_nodes(f.node) if n.domain == DOMAIN}
         for function in model.functions:
             calls_of_function = [call for call in calls if call.node.op_type == function.name]
             if function.domain == DOMAIN and calls_of_function and function.name not in inner | rules.in_place:
                 _Carrier(function, calls_of_function, opset_of(model), rules).carry()
+    return shapes.symbolic
 
 
 class _Shapes:
@@ -107,9 +112,9 @@ class _Shapes:
     def __init__(self, model: onnx.ModelProto, rules: ResultRules) -> None:
         self._model = model
         self._rules = rules
-        self._symbolic = Symbolic(model, exact=True, rules=rules.shapes)
-        self.dtype = self._symbolic.dtype
-        self.shape = self._symbolic.shape
+        self.symbolic = Symbolic(model, exact=True, rules=rules.shapes)
+        self.dtype = self.symbolic.dtype
+        self.shape = self.symbolic.shape
 
     def declared(self, name: str) -> list[int | str] | None:
         """The shape as ``value_info`` has it."""

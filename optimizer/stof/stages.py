@@ -18,6 +18,7 @@ from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.result_shapes import ResultRules, declare_results
 
 if TYPE_CHECKING:
+    from stof.symbolic import Symbolic
     from stof.verification.model_inputs import ModelInputs
 
 
@@ -108,16 +109,27 @@ class Stage:
         with watch.step("emit"):
             return self.op.emit(self.job, self.decided)
 
-    @cached_property
+    @property
     def written(self) -> onnx.ModelProto:
         """The model as it is written after this op: the results of stof's operators have types and shapes."""
-        model = self.model
+        return self._declared[0]
+
+    @cached_property
+    def facts(self) -> Symbolic:
+        """Facts of the model as it is written."""
+        model, facts = self._declared
+        return facts or self.job.facts.of(model)
+
+    @cached_property
+    def _declared(self) -> tuple[onnx.ModelProto, Symbolic | None]:
+        """The model as it is written, and its facts, where they were needed for that."""
+        model, facts = self.model, None
         if model is not self.job.model:
             with self.job.step("shapes"):
                 # TensorRT's parser infers shapes by the plugins.
                 in_functions = not self.job.target.keeps_plugins
-                declare_results(model, self._result_rules, in_functions=in_functions)
-        return model
+                facts = declare_results(model, self._result_rules, in_functions=in_functions)
+        return model, facts
 
     @property
     def _result_rules(self) -> ResultRules:

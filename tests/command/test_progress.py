@@ -21,7 +21,7 @@ import stof
 from stof import cli, progress
 from stof.progress import Progress, StepLog, step, step_log
 
-STEPS = ["load", "match", "lift", "choose", "emit", "shapes", "verify", "write"]
+STEPS = ["load", "match", "lift", "choose", "emit", "shapes", "memory", "verify", "write"]
 SLOW = """
 import sys, time
 from stof import cli, files, progress

@@ -167,7 +167,26 @@ TEST(CApiRefusesOperators) {
   stof_tensor all[4] = {inputs[0], inputs[1], inputs[2], TensorOf(nullptr, DType::kBool, {1, 4})};
   output.dims[2] = 4;
   CHECK(Refused(run(padded.op, all, 4, &output, 1), "pad has no data"));
-  CountCases(25);
+
+  // Only shapes are read for a workspace, but tables: the mask depends on them.
+  size_t bytes = 1;
+  const auto measure = [&](const OwnedOp& of, int threads) {
+    return stof_op_workspace(of.op, all, 4, threads, &bytes, error, sizeof error);
+  };
+  for (stof_tensor& tensor : all) tensor.data = nullptr;
+  CHECK(measure(padded, 1) == 0, error);
+  CHECK(bytes > 0);
+  CHECK(Refused(measure(padded, 65), "threads must be 1 to 64"));
+  const OwnedOp tabled("StofAttention", {TextOf("mask", "table0[k] == 1"), TextOf("operands", "table0")});
+  all[3] = TensorOf(nullptr, DType::kU8, {4});
+  CHECK(Refused(measure(tabled, 1), "table0 has no data"));
+  all[3].data = data;
+  CHECK(measure(tabled, 1) == 0, error);
+  // Sizes whose product is 2^64.
+  for (int i = 0; i < 3; ++i) all[i] = TensorOf(nullptr, DType::kF32, {16, 65536, int64_t{1} << 22, int64_t{1} << 22});
+  all[3] = TensorOf(nullptr, DType::kBool, {16, int64_t{1} << 22});
+  CHECK(measure(padded, 1) != 0 || bytes > 0, error);
+  CountCases(30);
 }
 
 // The Python tests parse it and compare every number with docs/reference/c-api.md.

@@ -27,6 +27,7 @@ CHANGED: dict[str, Any] = {
     "verify": False,
     "verify_budget": 12.5,
     "verify_memory": 1 << 30,
+    "memory_limit": 1 << 32,
     "inputs": ("feed.npz", "module:draw"),
     "only": ("/layers.0/*", "cache:1"),
     "skip": ("a 'quoted' \"name\"; rm -rf $HOME",),

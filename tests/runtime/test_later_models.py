@@ -48,6 +48,12 @@ def run(
         ({"layout": "SBHD"}, "attribute layout has 'SBHD', expected"),
         ({"empty_rows": "one"}, "attribute empty_rows is 'one', expected"),
         ({"mask": "nearest(q, k) <= 4"}, "nearest"),
+        (
+            {"operands": "relative_key2", "relative_index": "relative_key2: k - q"},
+            "attribute operands has role 'relative_key2', which this build does not know",
+        ),
+        ({"operands": "relative_key", "relative_index": "relative_key: nearest(k - q)"}, "nearest"),
+        ({"operands": "relative_key", "relative_index": "relative_key: k - q; order: 2"}, "entry 'order: 2'"),
     ],
     ids=str,
 )

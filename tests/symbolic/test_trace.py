@@ -78,3 +78,21 @@ def test_a_division_by_a_size_gives_both_rows() -> None:
 )
 def test_variables(value: Int | tuple[Int, ...], names: set[str]) -> None:
     assert variables_of(value) == names
+
+
+def test_flat_indices_of_long_tensors() -> None:
+    """An index whose numbers int64 may not hold is one nevertheless, where a tensor of so many elements exists."""
+    sizes = "n = Shape (m) one = Constant <value = int64 {1}> () two = Constant <value = int64 {2}> ()"
+    body = f"""m = MatMul (x, w) {sizes} nothing = Constant <value = int64 {{0}}> ()
+    s = Gather (n, one) t = Gather (n, two) b0 = Gather (n, nothing) st = Mul (s, t)
+    b = Range (nothing, b0, one) b1 = Mul (b, st) b2 = Reshape (b1, tall)
+    q = Range (nothing, s, one) q1 = Mul (q, t) q2 = Reshape (q1, high) k = Range (nothing, t, one)
+    f1 = Add (b2, q2) f2 = Add (f1, k) flat = Reshape (m, whole) out = Gather <axis = 0> (flat, f2)"""
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[B,S,8] x, float[8,T] w) => (float[B,S,T] out)
+    <int64[3] tall = {{-1, 1, 1}}, int64[2] high = {{-1, 1}}, int64[1] whole = {{-1}}> {{ {body} }}"""
+    model: onnx.ModelProto = parser.parse_model(text)
+    limits = {n: (integer(0), dim(size) - integer(1)) for n, size in (("b", "B"), ("q", "S"), ("k", "T"))}
+    found = Trace(Symbolic(model), GraphIndex(model.graph), Domain(limits)).element("out", (B, Q, K))
+    assert found is not None
+    assert simplify_real(Domain(limits), found) == element_of("m", (B, Q, K))

@@ -202,6 +202,9 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         first["coverage"],
         asdict(PartialVerification({}, {}, 0, True)),
         report["run"],
+        report["memory"],
+        report["memory"]["before"],
+        report["memory"]["before"]["tensors"][0],
         EarlierMeasurements("", 1, (None,)).to_json(),
     )
     token = ModelTimes("", RunTimes(1.0, 1.0, 1), RunTimes(1.0, 1.0, 1))

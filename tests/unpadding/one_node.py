@@ -71,9 +71,9 @@ class Operand:
         if "BS" in words:
             return TokenAxes(None, words.index("BS"), True)
         if "turned" in words:
-            return TokenAxes(None, words.index("turned"), True, turned=True)
+            return TokenAxes(None, words.index("turned"), True, is_position_major=True)
         if {"B*2", "S"} <= set(words):
-            return TokenAxes(words.index("B*2"), words.index("S"), heads=2)
+            return TokenAxes(words.index("B*2"), words.index("S"), heads_per_sequence=2)
         return TokenAxes(words.index("B"), words.index("S")) if {"B", "S"} <= set(words) else None
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
@@ -201,16 +201,16 @@ def gather(array: np.ndarray, axes: TokenAxes, result: TokenAxes | None, rank: i
         rank: of that result.
     """
     if axes.merged:
-        rows = POSITIONS * BATCH + SEQUENCES if axes.turned else SEQUENCES * LENGTH + POSITIONS
+        rows = POSITIONS * BATCH + SEQUENCES if axes.is_position_major else SEQUENCES * LENGTH + POSITIONS
         return np.take(array, rows, axis=axes.position)
-    if axes.heads > 1:
+    if axes.heads_per_sequence > 1:
         assert axes.batch is not None
         assert axes.position is not None
         shape, behind = list(array.shape), axes.batch + 1
-        split = array.reshape(*shape[: axes.batch], BATCH, axes.heads, *shape[behind:])
+        split = array.reshape(*shape[: axes.batch], BATCH, axes.heads_per_sequence, *shape[behind:])
         position = axes.position + (axes.position > axes.batch)
         rows = gather(split, TokenAxes(axes.batch, position), None, split.ndim)
-        return rows.reshape(*rows.shape[: axes.batch], axes.heads, *rows.shape[behind + 1 :])
+        return rows.reshape(*rows.shape[: axes.batch], axes.heads_per_sequence, *rows.shape[behind + 1 :])
     if axes.batch is None:
         return np.take(array, POSITIONS, axis=axes.position)
     if axes.position is not None:

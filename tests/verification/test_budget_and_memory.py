@@ -26,9 +26,9 @@ from stof.execution.case import Case, Padding
 from stof.execution.run_limits import MemoryLimit, PeakMemory, RunLimits, free_memory, parse_bytes, resident_bytes
 from stof.execution.session_process import create_session, end_process
 from stof.execution.session_worker import SessionSpec
+from stof.memory.run_estimate import MemoryEstimate, RunEstimate
 from stof.symbolic import Symbolic
 from stof.verification.case_plan import CasePlan
-from stof.verification.memory_estimate import MemoryEstimate, RunEstimate
 from stof.verification.model_inputs import ModelInputs, default_inputs
 from stof.verification.sliced_attention import slice_attention
 

@@ -21,8 +21,8 @@ _BF16, _FP32 = TensorProto.BFLOAT16, TensorProto.FLOAT
 
 
 def names() -> list[str]:
-    """The graphs: the narrow ones and the zoo's."""
-    return [n for n in build.names() if n.startswith(("narrow/", "zoo/"))]
+    """The graphs: the narrow ones, those with rows by relative position, and the zoo's."""
+    return [n for n in build.names() if n.startswith(("narrow/", "relative/", "zoo/"))]
 
 
 def filled(name: str) -> onnx.ModelProto:
@@ -103,6 +103,11 @@ def _shape(entry: dict[str, Any], name: str, dims: list[int], batch: int, length
         wanted = [batch, 20 * length + 45]
     elif kind == "spectrogram":
         wanted = [batch, settings["max_length"], settings["num_mel_bins"]]
+    elif kind in ("frames", "near-frames"):  # subsampled by 8 where they are few numbers each
+        frames = 8 * length if "num_mel_bins" in settings and kind == "frames" else length
+        wanted = [batch, frames] if "mask" in name else [batch, frames, 0]
+    elif name == "padding_mask":
+        wanted = [batch, length, 1]
     elif name == "input_features":
         wanted = [batch, settings["num_mel_bins"], 2 * settings["max_source_positions"]]
     elif len(dims) == 4:  # past keys and values

@@ -81,6 +81,8 @@ def _mask(expression: str, notes: Sequence[str]) -> str:
     words = f"`{expression or 'True'}`"
     if any("becomes a table of" in n for n in notes):
         return f"{words} and a bias by distance"
+    if any("becomes relative_" in n for n in notes):
+        return f"{words} and rows by relative position"
     return f"{words} and a bias" if any("stays a bias" in n for n in notes) else words
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from stof.graph.einsum import read_equation, split_equation
 from stof.graph.index import is_standard
 from stof.symbolic import Symbolic
 
@@ -41,11 +42,10 @@ def _axis_letters(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, str, s
     """Letters of the two inputs and of the output, with an ellipsis replaced by letters."""
     if node.op_type != "Einsum" or not is_standard(node) or len(node.input) != 2:
         return None
-    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
-    operands, arrow, result = equation.partition("->")
-    inputs = operands.split(",")
+    equation = read_equation(node)
+    inputs, result = split_equation(equation)
     shapes = [symbolic.shape(i) for i in node.input]
-    if not arrow or len(inputs) != 2 or any(s is None for s in shapes):
+    if result is None or len(inputs) != 2 or any(s is None for s in shapes):
         return None
     spare = [c for c in string.ascii_letters if c not in equation]
     extra = {len(s or ()) - len(t.replace("...", "")) for s, t in zip(shapes, inputs, strict=True) if "..." in t}

@@ -237,6 +237,7 @@ def _make_site(
         nan_guard=path.nan_guard,
         pair_guard=path.pair_guard,
         zeroed=path.zeroed,
+        added_values=path.added,
         query_factor=factor,
         sink=None if sink is None else sink.logits,
         sink_values=() if sink is None else sink.values,

@@ -70,7 +70,9 @@ def build_operands(
     if mask.relative_factor is not None:
         tensors["relative_bias_factor"] = build_factor(editor, symbolic, site, mask.relative_factor, extra)
     if mask.relative_terms:
-        tensors |= build_tables(editor, symbolic, mask, site.dtype, site.head_size, extra)
+        tables: list[gs.Node] = []
+        tensors |= build_tables(editor, symbolic, site, mask, tables)
+        editor.insert_early(tables)
     if site.sink is not None:
         tensors["sink"] = _sink_operand(editor, symbolic, site, extra)
     return [tensors[slot] if slot in tensors else _unused_operand(editor, slot) for slot in slots]

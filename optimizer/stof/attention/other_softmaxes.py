@@ -14,6 +14,7 @@ from functools import partial
 import onnx
 
 from stof.attention.move_paths import MovePath, trace_axes
+from stof.graph.einsum import read_equation, split_equation
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.symbolic import Symbolic
 from stof.symbolic.axis_atoms import ONE
@@ -273,10 +274,9 @@ def _einsum_origin(
     axis: int,
     depth: int,
 ) -> _Origin:
-    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
-    operands, _, result = equation.replace(" ", "").partition("->")
-    terms = operands.split(",")
-    if len(terms) != 2 or "." in equation or axis >= len(result):
+    equation = read_equation(node)
+    terms, result = split_equation(equation)
+    if len(terms) != 2 or "." in equation or result is None or axis >= len(result):
         return _UNKNOWN
     letter = result[axis]
     holders = [i for i, term in enumerate(terms) if letter in term]

@@ -93,6 +93,9 @@ class SiteSection(Section):
             lines += [f"    {row}" for row in rows]
         return lines
 
+    def reasons_by_site(self) -> dict[str, str]:
+        return {s.site: "; ".join(s.notes) if s.replaced else s.reason for s in self.rows}
+
     def page_table(self) -> PageTable:
         columns = ("mask", "heads", "tiles", "estimated", "details")
         return PageTable("Attention sites", columns, tuple(map(_page_row, self.rows)), frozenset({0}), group=0)

@@ -36,13 +36,14 @@ class ShapeSources:
         sources: list[ShapeSource | int] = []
         for element in elements:
             assert isinstance(element, Int)
-            source = self._find(element, kept)
+            source = self.find_size(element, kept)
             if source is None:
                 return None
             sources.append(source)
         return sources
 
-    def _find(self, size: Int, kept: Sequence[str]) -> ShapeSource | int | None:
+    def find_size(self, size: Int, kept: Sequence[str]) -> ShapeSource | int | None:
+        """A size as a number, or as an axis of an input or of a tensor that is kept; None where it is found nowhere."""
         if size.constant is not None:
             return size.constant
         if size in self._sources:
@@ -52,5 +53,5 @@ class ShapeSources:
                 if axis_size == size:
                     return (tensor, axis, 1)
         factor = size.terms[0][1] if len(size.terms) == 1 else 1
-        base = self._find(size.divide(integer(factor)) or size, kept) if factor > 1 else None
+        base = self.find_size(size.divide(integer(factor)) or size, kept) if factor > 1 else None
         return (*base[:2], factor) if isinstance(base, tuple) else None

@@ -28,11 +28,12 @@ from stof.attention.nan_to_num import find_identity_region
 from stof.attention.shape_sources import ShapeSources
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
-from stof.mask.site import Layout, MaskTerm, TermKind
+from stof.mask.site import AddedValues, Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
 
 _MAX_DEPTH = 32
+_MOST_TENSORS = 256  # between weights and what is added to the result
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class WeightPath:
     value: str = ""
     value_order: Order = ()  # order of axes in which the value is [.., T, Dv]; () where it is so itself
     result_order: Order = ()  # the same for the result, [.., S, Dv]
+    added: AddedValues | None = None  # what the weights give besides, by rows of another tensor
 
     def to(self, node: onnx.NodeProto) -> WeightPath:
         """The same one node further."""
@@ -202,6 +204,39 @@ class WeightWalk:
             raise UnsupportedError(f"the weight of the sink is not dropped before {describe(users[0])}")
         value, (value_order, result_order) = match
         return replace(path.to(users[0]), value=value, value_order=value_order, result_order=result_order)
+
+    def relative_values(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
+        """The MatMul with the values where more is added to its result that is made of the weights."""
+        if len(users) < 2 or path.sink_shape is not None:
+            return None
+        for product in users:
+            match = self._match_matmul(product, path.tensor)
+            if match is None or match[1][1] or product.output[0] in self.index.outputs:
+                continue
+            adds = self.index.consumers(product.output[0])
+            if len(adds) != 1 or adds[0].op_type != "Add" or not is_standard(adds[0]):
+                continue
+            other = next((n for n in adds[0].input if n != product.output[0]), "")
+            others = [n for n in users if n is not product]
+            if self.symbolic.shape(other) == self.symbolic.shape(product.output[0]) and self._lead_to(others, other):
+                value, (order, _) = match
+                added = AddedValues(other, path.tensor)
+                return replace(path.to(product).to(adds[0]), value=value, value_order=order, added=added)
+        return None
+
+    def _lead_to(self, nodes: Sequence[onnx.NodeProto], tensor: str) -> bool:
+        """Whether all that nodes give is read for a tensor alone, which one node reads."""
+        pending, seen = [o for n in nodes for o in n.output if o], set[str]()
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name in self.index.outputs or name in self.index.captured or len(seen) > _MOST_TENSORS:
+                return False
+            if name != tensor:
+                pending += [o for n in self.index.consumers(name) for o in n.output if o]
+        return tensor in seen and len(self.index.consumers(tensor)) == 1
 
     def skip_neutral(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
         """Identity, float casts, and moves of the leading axes."""
@@ -372,5 +407,6 @@ ON_WEIGHTS: tuple[Rule, ...] = (
     WeightWalk.pair_guard,
     WeightWalk.drop_sink,
     WeightWalk.matmul,
+    WeightWalk.relative_values,
     WeightWalk.skip_neutral,
 )

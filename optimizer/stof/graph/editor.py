@@ -36,6 +36,7 @@ class Editor:
         self._infos: list[onnx.ValueInfoProto] = []
         self._declared = {v.name for v in (*model.graph.value_info, *model.graph.output)}
         self._inserted: dict[int, list[gs.Node]] = {}
+        self._early: list[gs.Node] = []
 
     def fresh_node_name(self, name: str) -> str:
         """A node name like ``name`` that no other node has."""
@@ -77,9 +78,39 @@ class Editor:
         """Puts new nodes in front of a node of the original, with the next :meth:`place_inserted`."""
         self._inserted.setdefault(id(node), []).extend(nodes)
 
+    def insert_early(self, nodes: list[gs.Node]) -> None:
+        """Puts new nodes behind the last node that they read, with the next :meth:`place_inserted`.
+
+        Of what a node reads, ONNX Runtime's sessions first run what the file has last. So what stands early is computed when
+        its reader needs it. What stands in front of its reader is computed before all layers below, and waits for them.
+        """
+        self._early.extend(nodes)
+
     def place_inserted(self) -> None:
         """Puts inserted nodes into the graph, in one pass for all of them."""
-        self.graph.nodes = [n for node in self.graph.nodes for n in (*self._inserted.pop(id(node), ()), node)]
+        behind = self._place_early()
+        nodes = behind.pop(-1, [])
+        for i, node in enumerate(self.graph.nodes):
+            nodes += (*self._inserted.pop(id(node), ()), node, *behind.pop(i, ()))
+        self.graph.nodes = nodes
+
+    def _place_early(self) -> dict[int, list[gs.Node]]:
+        """The early nodes by the node of the graph that they follow; -1: they come first."""
+        if not self._early:
+            return {}
+        # Of nodes by identity: a number of the graph's, and 0 in front of that node, else 1.
+        places: dict[int, tuple[int, int]] = {}
+        for i, node in enumerate(self.graph.nodes):
+            places |= {id(n): (i, 0) for n in self._inserted.get(id(node), ())}
+            places[id(node)] = (i, 1)
+        behind: dict[int, list[gs.Node]] = {}
+        for node in self._early:
+            i, side = max((places[id(p)] for tensor in node.inputs for p in tensor.inputs), default=(-1, 1))
+            places[id(node)] = (i, side)
+            group = behind.setdefault(i, []) if side else self._inserted[id(self.graph.nodes[i])]
+            group.append(node)
+        self._early = []
+        return behind
 
     def finish(self) -> onnx.ModelProto:
         """The edited graph in a copy of the original model."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from stof.html_report import elements as e
 from stof.html_report.candidates import candidate_table
 from stof.html_report.masks import mask_part
+from stof.html_report.memory import memory_card, memory_part
 from stof.html_report.run_table import describe_sizes, run_facts
 from stof.html_report.speed import speed_card, speed_part
 from stof.html_report.style import STYLE
@@ -49,6 +50,7 @@ def report_parts(report: Report) -> str:
         speed_part,
         mask_part,
         _candidate_parts,
+        memory_part,
         verification_part,
         _notes_part,
     )
@@ -68,7 +70,7 @@ def _summary_part(report: Report) -> str:
         cards.append(e.card("Nodes", f"{report.nodes_before} → {report.nodes_after}", change))
     if report.converted_opset is not None:
         cards.append(e.card("Opset", "{} → {}".format(*report.converted_opset), "the model was converted"))
-    cards += [speed_card(report), _verification_card(report), _size_card(report)]
+    cards += [speed_card(report), memory_card(report), _verification_card(report), _size_card(report)]
     earlier = report.earlier_measurements
     return "".join(
         [

@@ -60,6 +60,10 @@ class GraphNames:
         self.tables[name] = array
         return name
 
+    def stored_tables(self) -> tuple[tuple[str, str, tuple[int, ...], bytes], ...]:
+        """The tables as ``LiftedMask`` has them."""
+        return tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in self.tables.items())
+
 
 def _difference(value: Int) -> list[int] | None:
     """The coefficients of a polynomial in q - k, the constant first; None where it is none or of a high degree."""

@@ -150,7 +150,7 @@ def _lift(symbolic: Symbolic, site: AttentionSite, as_bias: Collection[MaskTerm]
     mask = LiftedMask(
         expression=expression,
         operands=tuple(operands[role] for role in sorted(operands)),
-        tables=tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items()),
+        tables=names.stored_tables(),
         bias=tuple(term for term, term_mask in zip(site.terms, terms, strict=True) if term_mask.stays_bias),
         by_data=tuple(term for term, term_mask in zip(site.terms, terms, strict=True) if term_mask.by_data),
         weaker=weaker,

@@ -119,6 +119,19 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
+class AddedValues:
+    """A tensor that is added to weights times values: the weights again, times rows by relative position.
+
+    Attributes:
+        tensor: what is added, of the shape of the result.
+        weights: the tensor of the weights that it is made of.
+    """
+
+    tensor: str
+    weights: str
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """An attention core in the graph.
 
@@ -160,6 +173,7 @@ class AttentionSite:
         float, ...
     ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
+    added_values: AddedValues | None = None  # part of the output
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
     scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")  # for people
@@ -217,6 +231,28 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class RowRange:
+    """The rows of a table that the pairs of a static window read, around the row that a query and the key at its position read.
+
+    Attributes:
+        of_queries: times S, ``of_keys`` times T and ``offset`` are the number of that row.
+        before: rows in front of it.
+        after: rows behind it; pairs are never more than S or T apart.
+    """
+
+    of_queries: int
+    of_keys: int
+    offset: int
+    before: int
+    after: int
+
+    def limits(self, queries: int, keys: int) -> tuple[int, int]:
+        """The first row, and the one behind the last, for S queries and T keys."""
+        middle = self.of_queries * queries + self.of_keys * keys + self.offset
+        return max(middle - self.before, 0), max(middle + 1 + min(self.after, max(queries, keys)), 1)
+
+
+@dataclass(frozen=True)
 class RelativeTable:
     """A tensor of rows by relative position, and how it becomes an operand [H or 1, L, D or D + 1].
 
@@ -230,6 +266,8 @@ class RelativeTable:
             its product with the rows is column D + 1. Empty: there is none.
         shift_heads: H or 1.
         data: the rows themselves, fp32 [L, D], where the graph holds them for pairs alone; ``tensor`` is no part then.
+        rows: those that the operand has; None: all.
+        is_padded: the operand has a row of zeros more at either end.
     """
 
     tensor: str
@@ -240,6 +278,8 @@ class RelativeTable:
     shift: bytes = b""
     shift_heads: int = 1
     data: bytes = b""
+    rows: RowRange | None = None
+    is_padded: bool = False
 
     def rows_array(self, columns: int) -> np.ndarray | None:
         """The rows as an array [L, ``columns``], where they are data."""
@@ -255,11 +295,11 @@ class RelativeTerm:
     """A part of the scores: queries, or keys, times the row of a table that an expression of q and k names.
 
     Attributes:
-        role: of the operand: relative_key, relative_key1 or relative_query.
+        role: of the operand: relative_key, relative_key1, relative_query or relative_value.
         table: the rows.
         index: an integer expression; the operator clamps it into the table.
         heads: H, or 1 where heads share the table.
-        term: the additive term that it is a part of.
+        term: the additive term that it is a part of; of values what is added to the result.
     """
 
     role: str

@@ -61,6 +61,7 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "verify": _flag("--no-verify"),
     "verify_budget": _number("--verify-budget"),
     "verify_memory": _value("--verify-memory"),
+    "memory_limit": _value("--memory-limit"),
     "inputs": _inputs,
     "only": _each("--only"),
     "skip": _each("--skip"),

@@ -291,6 +291,17 @@ def tensor_of(array: np.ndarray) -> Tensor:
     )
 
 
+def shape_of(dtype: int, shape: Sequence[int]) -> Tensor:
+    """A tensor of an ONNX type and a shape, without data.
+
+    Raises:
+        ValueError: when its rank is above 8.
+    """
+    if len(shape) > 8:
+        raise ValueError(f"the library does not read tensors of rank {len(shape)}")
+    return Tensor(None, dtype, len(shape), (ctypes.c_int64 * 8)(*shape))
+
+
 def _operands(arrays: Mapping[str, np.ndarray]) -> tuple[Any, int]:
     items = [_Operand(name.encode(), tensor_of(array)) for name, array in arrays.items()]
     return (_Operand * max(1, len(items)))(*items), len(items)
@@ -441,6 +452,22 @@ class Op:
         operands = (Tensor * len(inputs))(*[Tensor() if a is None else tensor_of(a) for a in inputs])
         results = (Tensor * len(outputs))(*[tensor_of(a) for a in outputs])
         call("stof_op_run", self._handle, operands, len(inputs), results, len(outputs), threads)
+
+    def workspace(self, inputs: Sequence[Tensor], threads: int = 1) -> int | None:
+        """Bytes that a run takes besides inputs and outputs, by types and shapes; constant inputs have data.
+
+        None: the library is of an earlier version, which does not say it.
+
+        Raises:
+            LibraryError: where only a run can tell.
+        """
+        if not hasattr(library(), "stof_op_workspace"):
+            return None
+        size = ctypes.c_size_t()
+        call(
+            "stof_op_workspace", self._handle, (Tensor * len(inputs))(*inputs), len(inputs), threads, ctypes.byref(size)
+        )
+        return int(size.value)
 
 
 def cache_stats(clear: bool = False) -> dict[str, int]:

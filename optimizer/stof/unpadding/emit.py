@@ -205,7 +205,7 @@ class _Writer:
         result = attention.output[0]
         attention.output[0] = self.builder.name()
         axis = self.unpadded[result].position
-        node = helper.make_node("Gather", [attention.output[0], self.tokens.first_again], [result], axis=axis)
+        node = helper.make_node("Gather", [attention.output[0], self.tokens.tokens_then_first], [result], axis=axis)
         node.name = attention.output[0]
         self.builder.nodes.append(node)
 
@@ -290,7 +290,7 @@ class _Writer:
         perm = axes.in_front(len(shape))
         axis = 0 if axes.merged else 1
         sizes = self._sizes([integer(1)] * (axis + 1) + [shape[a] for a in perm[axis + 1 :]])
-        slots = self.tokens.real_slots if are_zero else self.tokens.slots
+        slots = self.tokens.real_numbers if are_zero else self.tokens.token_numbers
         rows = [_filled(b, sizes, dtype, 0.0), self._transposed(name, perm)]
         if self.region.capacity:
             # Tokens beyond it: a library or a device that gives no error must not give numbers either.

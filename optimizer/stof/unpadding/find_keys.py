@@ -30,13 +30,13 @@ def add_has_keys(builder: Builder, region: UnpaddedRegion, real: str, sizes: tup
     found: list[str] = []
     for guard in region.guards:
         if isinstance(guard, KeyCondition):
-            found.append(_fulfil(builder, guard, sizes))
+            found.append(_has_key_by_condition(builder, guard, sizes))
         else:
-            found.append(_is_larger(builder, guard, real))
+            found.append(_has_key_by_bias(builder, guard, real))
     return reduce(lambda one, other: builder.add("And", [one, other]), found)
 
 
-def _fulfil(b: Builder, guard: KeyCondition, sizes: tuple[str, str]) -> str:
+def _has_key_by_condition(b: Builder, guard: KeyCondition, sizes: tuple[str, str]) -> str:
     """Whether any key fulfils a condition."""
     batch, length = sizes
     one = b.constant(1)
@@ -46,7 +46,7 @@ def _fulfil(b: Builder, guard: KeyCondition, sizes: tuple[str, str]) -> str:
     return b.unsqueeze(b.add("Greater", [count, b.constant(0)]), [1])
 
 
-def _is_larger(b: Builder, guard: KeyBias, real: str) -> str:
+def _has_key_by_bias(b: Builder, guard: KeyBias, real: str) -> str:
     """Whether a bias is large enough at every query, or at every one that is not padding. What is no number is not."""
     bias = b.add("Cast", [guard.tensor], to=TensorProto.FLOAT)
     above = b.add("Sub", [bias, b.constant(guard.number, np.float32)])

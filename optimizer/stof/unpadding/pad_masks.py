@@ -115,17 +115,17 @@ class SitePadding:
     Attributes:
         mask: the padding.
         guard: what decides at run time whether a text has a key; None: all keys but padding are allowed.
-        averages: a row of padding between two tokens may see no key, and gives an average over all that there are.
+        has_averaged_padding: a row of padding between two tokens may see no key, and gives an average over all that there are.
     """
 
     mask: PadMask
     guard: Guard | None = None
-    averages: bool = False
+    has_averaged_padding: bool = False
 
     @property
     def reads_padding(self) -> bool:
         """Whether keys and values at padding reach results at padding, if guards ask for keys there, too."""
-        return self.averages and not (isinstance(self.guard, KeyBias) and not self.guard.of_every_key)
+        return self.has_averaged_padding and not (isinstance(self.guard, KeyBias) and not self.guard.of_every_key)
 
 
 def operands_of(node: onnx.NodeProto) -> dict[str, str]:
@@ -159,7 +159,9 @@ def find_padding(node: onnx.NodeProto, symbolic: Symbolic, writers: Mapping[str,
         for conjunct in (c for c in conjuncts if find_key_vector(c) == role):
             found = _find_in_vector(conjunct, role, operands[role], symbolic, writers)
             if found is not None:
-                return replace(found, averages=has_others and texts.get("empty_rows") not in ("zero", "nan"))
+                return replace(
+                    found, has_averaged_padding=has_others and texts.get("empty_rows") not in ("zero", "nan")
+                )
     return _find_in_bias(operands["bias"], symbolic, has_others) if "bias" in operands else None
 
 

@@ -60,7 +60,8 @@ class UnpaddedRegion:
         sizes: nodes that read the shape of an unpadded tensor, by index: that tensor.
         capacity: the number of rows of unpadded tensors in every run; 0: as many as there are tokens.
         guards: all of which must find keys in a text; else it keeps all rows.
-        averages: padding that is kept between two tokens may differ from the original's, under empty_rows mean or all.
+        has_averaged_padding: rows of padding between two tokens may be averages (empty_rows mean or all) and differ from the
+            original's.
     """
 
     mask: PadMask
@@ -75,7 +76,7 @@ class UnpaddedRegion:
     sizes: Mapping[int, str] = field(default_factory=dict)
     capacity: int = 0
     guards: tuple[Guard, ...] = ()
-    averages: bool = False
+    has_averaged_padding: bool = False
 
     def unpadded(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, TokenAxes]:
         """The tensors that the region writes, with their axes of tokens."""

@@ -136,7 +136,7 @@ class _Analysis:
             and any(a is not None for a in row_wise.outputs)
             and not before.intersection(self.nodes[i].output)
         }
-        inside = self._connected(self._without_torn(inside))
+        inside = self._connected(self._without_shared(inside))
         sites = frozenset(i for i in inside if i in self.attentions)
         written = {n for i in inside for n in self.nodes[i].output}
         others = (i for i in self.attentions - sites if not self.sites[i].reads_padding)
@@ -152,7 +152,7 @@ class _Analysis:
             zero=frozenset(self.padding.zero & unpadded.keys()),
             sizes={i: name for i, name in self.sizes.items() if name in unpadded},
             guards=tuple(dict.fromkeys(self._find_guards(sites))),
-            averages=any(self.sites[i].averages for i in sites),
+            has_averaged_padding=any(self.sites[i].has_averaged_padding for i in sites),
         )
         reason = "" if len(sites | cross) == len(self.attentions) else self._find_cause()
         return MaskResult(self.mask, region, len(self.attentions), reason, self.tokens)
@@ -222,7 +222,7 @@ class _Analysis:
             if not name or axes is None:
                 continue
             shape = self.symbolic.shape(name)
-            rows = batch * integer(axes.heads)
+            rows = batch * integer(axes.heads_per_sequence)
             if shape is None or any(n.constant is None and n not in (rows, length, batch * length) for n in shape):
                 return False
             wanted = {axes.batch: rows, axes.position: batch * length if axes.merged else length}
@@ -367,7 +367,7 @@ class _Analysis:
     def _is_unread(self, node: onnx.NodeProto) -> bool:
         return not any(n in self.needed for n in node.output)
 
-    def _without_torn(self, inside: dict[int, RowWise]) -> dict[int, RowWise]:
+    def _without_shared(self, inside: dict[int, RowWise]) -> dict[int, RowWise]:
         """Without the nodes whose tensors stay inside of a region, where others write or read these, too."""
         kept: dict[int, RowWise] = {}
         while len(kept) != len(inside):
@@ -376,9 +376,9 @@ class _Analysis:
             written = {n for i in kept for n in self.nodes[i].output}
             others = (node for i, node in enumerate(self.nodes) if i not in kept and i not in self.sizes)
             read = {n for node in others for n in node_tensors(node)}
-            torn = {n for n in own if n not in written or n in read}
+            shared = {n for n in own if n not in written or n in read}
             for i, row_wise in kept.items():
-                if not torn.intersection((*self.nodes[i].input, *self.nodes[i].output)):
+                if not shared.intersection((*self.nodes[i].input, *self.nodes[i].output)):
                     inside[i] = row_wise
         return inside
 

@@ -240,7 +240,7 @@ def _reshape(context: Context) -> RowWise | None:
         if a == axes.position:
             shape.append(-1)
         elif a == axes.batch:
-            shape.append(axes.heads)
+            shape.append(axes.heads_per_sequence)
         elif size.constant is not None:
             shape.append(size.constant)
         else:
@@ -267,7 +267,7 @@ def _find_reshaped(own: TokenAxes, before: Shape, after: Shape) -> TokenAxes | N
         outer = _product(before[: own.position])
         for a in range(len(after) - 1):
             if _product(after[:a]) == outer and after[a] * after[a + 1] == before[own.position]:
-                return TokenAxes(a + 1, a) if own.turned else TokenAxes(a, a + 1)
+                return TokenAxes(a + 1, a) if own.is_position_major else TokenAxes(a, a + 1)
         return None
     if own.batch is None or own.position is None:
         return None
@@ -276,10 +276,10 @@ def _find_reshaped(own: TokenAxes, before: Shape, after: Shape) -> TokenAxes | N
         return replace(own, batch=batch, position=position)
     if position is not None and (found := _move_heads(own, before, after)) is not None:
         return replace(found, position=position) if found.batch != position else None
-    if own.heads == 1 and abs(own.position - own.batch) == 1:
+    if own.heads_per_sequence == 1 and abs(own.position - own.batch) == 1:
         first = min(own.position, own.batch)
         merged = same(first, before[own.batch] * before[own.position])
-        return None if merged is None else TokenAxes(None, merged, True, turned=first == own.position)
+        return None if merged is None else TokenAxes(None, merged, True, is_position_major=first == own.position)
     return None
 
 
@@ -290,11 +290,16 @@ def _move_heads(own: TokenAxes, before: Shape, after: Shape) -> TokenAxes | None
     for a, size in enumerate(after):
         if _product(after[:a]) != outer:
             continue
-        if own.heads > 1 and a + 1 < len(after) and after[a + 1].constant == own.heads:
-            return replace(own, batch=a, heads=1) if size * after[a + 1] == before[own.batch] else None
+        if own.heads_per_sequence > 1 and a + 1 < len(after) and after[a + 1].constant == own.heads_per_sequence:
+            return replace(own, batch=a, heads_per_sequence=1) if size * after[a + 1] == before[own.batch] else None
         quotient = size.divide(before[own.batch])
-        if own.heads == 1 and quotient is not None and quotient.constant is not None and quotient.constant > 1:
-            return replace(own, batch=a, heads=quotient.constant)
+        if (
+            own.heads_per_sequence == 1
+            and quotient is not None
+            and quotient.constant is not None
+            and quotient.constant > 1
+        ):
+            return replace(own, batch=a, heads_per_sequence=quotient.constant)
     return None
 
 

@@ -20,15 +20,15 @@ class TokenAxes:
         batch: the axis of sequences; None: the tensor is the same for all of them, or both axes are merged.
         position: the axis of positions; None: the tensor is the same at all of them.
         merged: ``position`` is one axis of batch times positions.
-        heads: the axis of sequences has so many rows of each, one behind the other: torch.nn.MultiheadAttention's.
-        turned: the merged axis has all sequences of a position one behind the other.
+        heads_per_sequence: the axis of sequences is one of batch times so many heads, as torch.nn.MultiheadAttention has it.
+        is_position_major: the merged axis is positions times batch, not batch times positions.
     """
 
     batch: int | None
     position: int | None
     merged: bool = False
-    heads: int = 1
-    turned: bool = False
+    heads_per_sequence: int = 1
+    is_position_major: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -38,7 +38,7 @@ class TokenAxes:
     @property
     def stays_inside(self) -> bool:
         """Whether only nodes of a region read and write the tensor: it is neither gathered nor scattered."""
-        return self.turned or self.heads > 1
+        return self.is_position_major or self.heads_per_sequence > 1
 
     @property
     def axes(self) -> frozenset[int]:

@@ -50,7 +50,7 @@ class TokenRows:
         kept: [B, S] bool, the rows that are tokens.
         cumulative: [B + 1] int32, where the tokens of each sequence begin, and the number of all.
         first_position: [B] int32, the position of the first token of each sequence.
-        slots: [B, S], the number of each token from 1 on; 0: none.
+        token_numbers: [B, S], the number of each token from 1 on; 0: none.
     """
 
     def __init__(self, builder: Builder, region: UnpaddedRegion, tensors: BatchTensors) -> None:
@@ -76,18 +76,20 @@ class TokenRows:
         inside = b.add("Not", [b.add("Or", [before, behind])])
         is_whole = b.add("Less", [last, self._zero])  # [B, 1]: no row of the sequence is real
         for position in sorted({r.position for r in region.reads}):
-            is_whole = b.add("Or", [is_whole, self._is_missing(real if region.averages else inside, position)])
+            is_whole = b.add(
+                "Or", [is_whole, self._is_missing(real if region.has_averaged_padding else inside, position)]
+            )
         self.kept = b.add("Or", [inside, is_whole])
         if region.index_reads:
             # Rare, as a text that is padded on the other side than its pooling expects: all rows stay.
-            are_all = self._are_read_outside(self._counting if region.averages else self.kept)
+            are_all = self._are_read_outside(self._counting if region.has_averaged_padding else self.kept)
             is_whole, self.kept = b.add("Or", [is_whole, are_all]), b.add("Or", [self.kept, are_all])
         first = b.add("Where", [is_whole, self._zero, first])
         number = b.add("Cast", [self.kept], to=TensorProto.INT64)
         length = b.add("ReduceSum", [number, b.constant([1])], keepdims=1)
         ends = b.add("CumSum", [length, self._zero])
         offset = b.add("Sub", [b.add("Sub", [ends, length]), b.add("Sub", [first, self._one])])
-        self.slots = b.add("Mul", [b.add("Add", [self._row, offset]), number])
+        self.token_numbers = b.add("Mul", [b.add("Add", [self._row, offset]), number])
         starts = b.add("Concat", [b.constant([0]), self._flat(ends)], axis=0)
         self._starts = starts
         self.cumulative = b.add("Cast", [starts], to=TensorProto.INT32)
@@ -103,17 +105,17 @@ class TokenRows:
         capacity = b.constant(self._region.capacity)
         count = b.add("Mul", [self._tensors.batch, self._tensors.length])
         number = b.add("Range", [self._zero, count, self._one])
-        slot = self._flat(self.slots)
-        has_place = b.add("Less", [slot, b.constant(self._region.capacity + 1)])
+        number_of_row = self._flat(self.token_numbers)
+        has_place = b.add("Less", [number_of_row, b.constant(self._region.capacity + 1)])
         has_place = b.add("And", [self._flat(self.kept), has_place])
-        place = b.add("Where", [has_place, b.add("Sub", [slot, self._one]), b.add("Add", [number, capacity])])
+        place = b.add("Where", [has_place, b.add("Sub", [number_of_row, self._one]), b.add("Add", [number, capacity])])
         places = b.add("ConstantOfShape", [b.unsqueeze(b.add("Add", [count, capacity]), [0])], value=_int64_zero())
         places = b.add("ScatterElements", [places, place, number])
         found = b.add("Slice", [places, b.constant([0]), b.constant([self._region.capacity])])
         return b.add("Where", [self._is_token, found, b.add("Gather", [found, b.constant([0])])])
 
     @cached_property
-    def first_again(self) -> str:
+    def tokens_then_first(self) -> str:
         """[C]: the numbers of the tokens from 0 on, then 0: what makes rows behind the last token copies of the first one."""
         return self._builder.add("Where", [self._is_token, self._place, self._zero])
 
@@ -129,10 +131,10 @@ class TokenRows:
         return self._of_rows(b.unsqueeze(b.add("Range", [self._zero, self._tensors.batch, self._one]), [1]))
 
     @cached_property
-    def real_slots(self) -> str:
-        """``slots`` without padding between tokens, but for sequences without a real one."""
+    def real_numbers(self) -> str:
+        """``token_numbers`` without padding between tokens, but for sequences without a real one."""
         b = self._builder
-        return b.add("Mul", [self.slots, b.add("Cast", [self._counting], to=TensorProto.INT64)])
+        return b.add("Mul", [self.token_numbers, b.add("Cast", [self._counting], to=TensorProto.INT64)])
 
     @cached_property
     def count(self) -> str:

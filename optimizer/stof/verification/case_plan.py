@@ -12,8 +12,8 @@ import onnx
 
 from stof.execution.case import Case
 from stof.execution.run_limits import RUNS, RunLimits, resident_bytes, show_bytes
+from stof.memory.run_estimate import MemoryEstimate, RunEstimate
 from stof.symbolic import Symbolic
-from stof.verification.memory_estimate import MemoryEstimate, RunEstimate
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.result import SkippedCase
 

@@ -291,6 +291,21 @@ int stof_op_create(const char* op_type, const stof_attribute* attributes, int at
 
 void stof_op_destroy(stof_op* op) { delete op; }
 
+int stof_op_workspace(const stof_op* op, const stof_tensor* inputs, int input_count, int threads, size_t* bytes,
+                      char* error, size_t error_size) {
+  return RunGuarded(error, error_size, [&] {
+    STOF_RETURN_IF_ERROR(CheckGiven({{"op", op}, {"bytes", bytes}}));
+    if (threads < 1 || threads > 64) return Status::Error("threads must be 1 to 64");
+    std::vector<stof::Tensor> in;
+    STOF_RETURN_IF_ERROR(Convert(inputs, input_count, &in));
+    if (input_count < op->op->InputCount()) {
+      return Status::Error("has " + std::to_string(input_count) + " inputs, expected " +
+                           std::to_string(op->op->InputCount()));
+    }
+    return op->op->PlanHost(in.data(), input_count, threads, bytes);
+  });
+}
+
 int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs, int output_count,
                 int threads, char* error, size_t error_size) {
   return RunGuarded(error, error_size, [&] {

@@ -79,6 +79,11 @@ STOF_EXPORT void stof_op_destroy(stof_op* op);
 STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_tensor* outputs,
                             int output_count, int threads, char* error, size_t error_size);
 
+/* Bytes that a run on the CPU takes besides inputs and outputs, by types and shapes: constant inputs have data, others
+ * need none. threads: 1 … 64. An error where only a run can tell. */
+STOF_EXPORT int stof_op_workspace(const stof_op* op, const stof_tensor* inputs, int input_count, int threads,
+                                  size_t* bytes, char* error, size_t error_size);
+
 /* What the operators take, as JSON in static storage. Needs no device; a build without CUDA kernels gives the limits of
  * those kernels, too. Keys may be added; none changes its meaning or goes. Limits of `types` are those of inputs of one
  * type (onnx.TensorProto.DataType); an operator without types of its own has no `types`.

@@ -155,6 +155,14 @@ class Op {
     return Status();
   }
 
+  // Bytes that a run on the CPU with these types and shapes takes from allocate at most. Constants have data, others
+  // need none. The default: next to nothing.
+  virtual Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const {
+    (void)inputs, (void)input_count, (void)threads;
+    *workspace = 0;
+    return Status();
+  }
+
   // ---- for runtimes that know shapes when they make a node ----
   // Called once, before the first run: makes what a run with these types and shapes would make first. Where they are
   // all known it lives as long as the node; unknown dimensions are -1. threads: those of runs on the CPU.

@@ -31,6 +31,8 @@ struct RelativeRows {
   // Devices: where a copy of the arrays is kept, which lives as long as they do. nullptr: none can be made.
   const MaskCacheSlot* on_device = nullptr;
 
+  // Whether neighbouring keys name the same row or neighbouring ones.
+  STOF_ALWAYS_INLINE bool IsStepwiseByKey() const { return is_stepwise && key_part == nullptr; }
   STOF_ALWAYS_INLINE int64_t KeyPart(int64_t j) const { return key_part == nullptr ? j : key_part[j]; }
   STOF_ALWAYS_INLINE int64_t QueryPart(int64_t i) const {
     return query_part == nullptr ? query_position + i : query_part[i];

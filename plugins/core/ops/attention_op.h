@@ -38,6 +38,7 @@ class AttentionOp final : public Op {
   Status CheckTarget(Target target) const override;
   Status PlanDevice(const Tensor* inputs, int input_count, DevicePlan* plan) const override;
   Status PrepareDevice(const Tensor* inputs, int input_count, int kernel) const override;
+  Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override;
   Status PrepareNode(const Tensor* inputs, int input_count, bool on_cuda, int threads) override;
 
  private:

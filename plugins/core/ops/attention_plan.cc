@@ -66,6 +66,46 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
   return Status();
 }
 
+Status AttentionOp::PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const {
+  *workspace = 0;
+  if (attributes_.sequences.given()) return Status::Error("only a run knows the lengths of packed sequences");
+  std::vector<Tensor> given(inputs, inputs + std::max(0, input_count));
+  for (size_t i = 0; i < attributes_.operands.size() && kTypedInputs + i < given.size(); ++i) {
+    if (mask_.is_fixed() || !IsTableName(attributes_.operands[i]) || given[kTypedInputs + i].data != nullptr) continue;
+    return Status::Error(attributes_.operands[i] + " has no data: only a run knows what the mask allows");
+  }
+  for (Tensor& tensor : given) {
+    if (tensor.data == nullptr) tensor.data = reinterpret_cast<void*>(kSomewhere);
+  }
+  Problem problem;
+  STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, given.data(), input_count, &problem.args));
+  STOF_RETURN_IF_ERROR(Complete(given.data(), false, &problem));
+  AttentionArgs& args = problem.args;
+  const AttentionShape& shape = args.shape;
+  if (shape.B == 0 || shape.H == 0 || shape.S == 0 || shape.T == 0) return Status();
+  const Tensor* pad = nullptr;
+  RunContext unread;
+  unread.on_cuda = true;  // where nothing reads operands on the host
+  STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &problem.given, unread, &args, &pad));
+  STOF_RETURN_IF_ERROR(relative_.Bind(problem.given, problem.sizes, &args, &problem.relative_rows));
+  const size_t pad_bytes = pad == nullptr ? 0 : static_cast<size_t>(shape.B * shape.T);
+  if (pad != nullptr) args.mask.pad = reinterpret_cast<const uint8_t*>(kSomewhere);
+  args.output.data = reinterpret_cast<void*>(kSomewhere);
+  problem.Split();
+  const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
+  std::shared_ptr<const BlockMask> blocks;
+  const MaskExpr& fixed = problem.mask->parts.fixed;
+  const int64_t tiles = CeilDiv(shape.S, config.m) * CeilDiv(shape.T, config.n);  // to 2^34
+  // A window needs fewer packed keys than a mask that takes long to build; of that one all are counted.
+  if (!fixed.empty() && tiles <= kMostPreparedWork && shape.B * shape.H <= kMostPreparedWork / tiles) {
+    const Status status = BlockMaskCache::Global().Get(fixed, problem.mask->fixed_hash, problem.sizes, config.m,
+                                                       config.n, kCpuBlockMaskBounds, &blocks);
+    if (status.ok()) args.mask.fixed = StaticMask::OfBlocks(blocks.get(), nullptr);
+  }
+  *workspace = CpuAttentionWorkspace(args, config, std::max(1, threads)) + pad_bytes;
+  return Status();
+}
+
 Status AttentionOp::PrepareDevice(const Tensor* inputs, int input_count, int kernel) const {
   return PrepareDeviceFor(std::vector<Tensor>(inputs, inputs + input_count), kernel, true, false);
 }

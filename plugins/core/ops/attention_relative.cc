@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kMostQuoted = 64;
 constexpr int64_t kMostDifferences = int64_t{1} << 23;
 // Evaluations of nodes for one table: some seconds, which a run cannot interrupt.
-constexpr int64_t kMostEvaluations = int64_t{1} << 32;
+constexpr int64_t kMostEvaluations = int64_t{1} << 30;
 
 std::string_view Trim(std::string_view text) {
   const size_t begin = text.find_first_not_of(" \t\n");
@@ -89,22 +89,34 @@ RelativeTable* TableOf(int role, AttentionArgs* args) {
 // The rows that are alive anywhere in the process: the layers of a model share them.
 Status FindRows(const std::string& role, const SeparatedExpr& separated, const ExprSizes& sizes, int64_t rows,
                 std::shared_ptr<const RelativeRowArrays>* found) {
-  static ProcessWide<ForkSafe<std::vector<std::weak_ptr<const RelativeRowArrays>>>> all;
-  const auto known = all.Get().Lock();
-  for (size_t i = 0; i < known->size();) {
-    if (const auto alive = (*known)[i].lock()) {
-      if (alive->Suits(separated.expr(), sizes, rows)) {
-        *found = alive;
-        return Status();
+  using Known = std::vector<std::weak_ptr<const RelativeRowArrays>>;
+  static ProcessWide<ForkSafe<Known>> all;
+  const auto find = [&](Known* known) {
+    for (size_t i = 0; i < known->size();) {
+      if (const auto alive = (*known)[i].lock()) {
+        if (alive->Suits(separated.expr(), sizes, rows)) {
+          *found = alive;
+          return true;
+        }
+        ++i;
+      } else {
+        (*known)[i] = known->back();
+        known->pop_back();
       }
-      ++i;
-    } else {
-      (*known)[i] = known->back();
-      known->pop_back();
     }
+    return false;
+  };
+  {
+    const auto known = all.Get().Lock();
+    if (find(&*known)) return Status();
   }
-  STOF_RETURN_IF_ERROR(RelativeRowArrays::Make(role, separated, sizes, rows, found));
-  known->push_back(*found);
+  // Without the lock: rows of long inputs take a while, and other nodes may have theirs.
+  std::shared_ptr<const RelativeRowArrays> made;
+  STOF_RETURN_IF_ERROR(RelativeRowArrays::Make(role, separated, sizes, rows, &made));
+  const auto known = all.Get().Lock();
+  if (find(&*known)) return Status();
+  known->push_back(made);
+  *found = std::move(made);
   return Status();
 }
 
@@ -169,12 +181,15 @@ Status RelativeRowArrays::Make(const std::string& role, const SeparatedExpr& sep
   arrays->sizes_ = one;
   arrays->rows_ = rows;
   int64_t first = 0;
-  STOF_RETURN_IF_ERROR(arrays->FillParts(role, separated, &first));
   const auto nodes = static_cast<int64_t>(expr.nodes().size());
-  if (nodes * arrays->view_.count > kMostEvaluations) {
+  const auto check_work = [&](int64_t count, const char* what) {
+    if (nodes * count <= kMostEvaluations) return Status();
     return Status::Error("relative_index of " + role + " has " + std::to_string(nodes) + " nodes for " +
-                         std::to_string(arrays->view_.count) + " differences, expected at most 2^32 of both together");
-  }
+                         std::to_string(count) + what + ", expected at most 2^30 of both together");
+  };
+  STOF_RETURN_IF_ERROR(check_work(sizes.S + sizes.T, " positions"));
+  STOF_RETURN_IF_ERROR(arrays->FillParts(role, separated, &first));
+  STOF_RETURN_IF_ERROR(check_work(arrays->view_.count, " differences"));
   arrays->FillRows(separated, first);
   arrays->view_.on_device = &arrays->on_device_;
   *made = std::move(arrays);

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -16,9 +18,12 @@ from stof.attention.emit import Rewrite, emit
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.function_body import OP
 from stof.attention.subgraphs import Scope, find_scopes
+from stof.mask.empty_rows.weaker_rows import strictest_mask, weaker_mask
+from stof.mask.expression import MaskExpression
+from stof.mask.site import WeakerMasks
 from stof.options import Options
 
-ROLES = frozenset({"relative_key", "relative_key1", "relative_query"})
+ROLES = frozenset({"relative_key", "relative_key1", "relative_query", "relative_value"})
 FOUND = {
     "relative/deberta-v3.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/deberta-own.dynamo.eager": {"relative_key": "q - k + 512", "relative_query": "q - k + 512"},
@@ -29,8 +34,14 @@ FOUND = {
     "relative/parakeet.torchscript.eager": {"relative_key": "k - q + S - 1"},
     "relative/parakeet.dynamo.eager": {"relative_key": "k - q + S - 1"},
     "zoo/xlnet.torchscript.eager": {"relative_key": "k - q + S"},
+    # Positions are added to the inputs as well: no run has more than 512.
+    "zoo/deberta-v2.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
+    # The mask is applied to the weights as well.
+    "zoo/sew-d.torchscript.eager": {"relative_key": "table0", "relative_query": "table0"},
     "relative/wav2vec2-bert.dynamo.eager": {"relative_key": "min(max(k - q, -12), 4) + 12"},
     "relative/speecht5.torchscript.eager": {"relative_key": "table0"},
+    # Rows of zeros around the stored ones, as many as inputs are long, are no part of the tables.
+    "relative/vits.torchscript.eager": {"relative_key": "k - q + 5", "relative_value": "k - q + 5"},
     "relative/vitdet.torchscript.eager": {
         "relative_key": "q // 4 - k // 4 + 3",
         "relative_key1": "q % 4 - k % 4 + 3",
@@ -115,6 +126,21 @@ def test_layers_share_a_table_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(t) for t in tables] == [1]
 
 
+@pytest.mark.parametrize("keeps_scores", [True, False])
+def test_tables_of_rows_stay_beside_weaker_masks(keeps_scores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes of a site read the table that an index names, or the second one has no term."""
+    _, described = describe(fill_graph("relative/deberta-v3.torchscript.eager"), monkeypatch, ROLES)
+    found = described[0].mask
+    assert found is not None
+    assert [name for name, *_ in found.tables] == ["table0"]
+    mask = replace(found, weaker=WeakerMasks((MaskExpression.parse("k <= q"),), keeps_scores))
+    assert strictest_mask(mask).tables == found.tables
+    assert strictest_mask(mask).relative_terms == found.relative_terms
+    second = weaker_mask(described[0].site, mask)
+    assert second.relative_terms == (found.relative_terms if keeps_scores else ())
+    assert second.tables == (found.tables if keeps_scores else ())
+
+
 @pytest.mark.parametrize(
     "roles",
     [frozenset(), frozenset({"relative_bias_factor"}), frozenset({"relative_key"})],
@@ -152,8 +178,39 @@ def test_rows_of_inputs_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     _, described = describe(model, monkeypatch, ROLES)
     assert described[0].mask is not None
     assert not described[0].mask.relative_terms
+    assert any("is no product with rows by relative position" in str(note) for note in described[0].mask.notes)
+
+
+def test_terms_times_other_values_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Funnel multiplies a term by 0 where a class token stands: the report says so."""
+    model = fill_graph("relative/conformer.dynamo.eager")
+    _, described = describe(model, monkeypatch, ROLES)
+    assert described[0].mask is not None
+    term = described[0].mask.relative_terms[0].term.tensor
+    more = [
+        onnx.helper.make_node("Shape", [term], ["term_shape"]),
+        onnx.helper.make_node("Slice", ["term_shape", "last", "behind"], ["keys"]),
+        onnx.helper.make_node("Squeeze", ["keys"], ["number"]),
+        onnx.helper.make_node("Range", ["nothing", "number", "one"], ["position"]),
+        onnx.helper.make_node("Greater", ["position", "nothing"], ["is_later"]),
+        onnx.helper.make_node("Cast", ["is_later"], ["factor"], to=onnx.TensorProto.FLOAT),
+        onnx.helper.make_node("Mul", [term, "factor"], ["term_times_factor"]),
+    ]
+    index = next(i for i, n in enumerate(model.graph.node) if term in n.input)
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == term:
+                node.input[i] = "term_times_factor"
+    for offset, node in enumerate(more):
+        model.graph.node.insert(index + offset, node)
+    numbers = {"last": np.array([-1]), "behind": np.array([2**31 - 1]), "nothing": np.array(0), "one": np.array(1)}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in numbers.items())
+    _, described = describe(model, monkeypatch, ROLES)
+    assert described[0].mask is not None
+    assert not described[0].mask.relative_terms
+    assert any("queries or keys meet rows in it" in str(note) for note in described[0].mask.notes)
 
 
 def test_stored_names() -> None:
     """Each stored graph of relative terms is in the manifest."""
-    assert len([n for n in build.names() if n.startswith("relative/")]) == 17
+    assert len([n for n in build.names() if n.startswith("relative/")]) == 19

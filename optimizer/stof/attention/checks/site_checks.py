@@ -181,6 +181,7 @@ class AttentionChecks(SiteChecks):
             heads += [site.query.tensor, site.key.tensor, site.value.tensor]
             tensors += [site.output]
             tensors += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
+            tensors += [] if site.added_values is None else [site.added_values.tensor]
             tensors += [site.query_factor[1]] if site.query_factor is not None else []
             tensors += [o.tensor for o in rewrite.mask.operands]
             tensors += [t.table.tensor for t in rewrite.mask.relative_terms if t.table.tensor]
@@ -232,7 +233,7 @@ class AttentionChecks(SiteChecks):
                     arrays[input_names["relative_bias_factor"]] = factor.lay_out(arrays[factor.tensor], site.num_heads)
                 for relative in mask.relative_terms:
                     if input_names[relative.role] not in arrays and relative.table.tensor in arrays:
-                        table = compute_table(relative, arrays[relative.table.tensor])
+                        table = compute_table(relative, arrays[relative.table.tensor], *scores_shape(site, arrays)[2:])
                         arrays[input_names[relative.role]] = table
                 if rows is not None and rewrite.mask.weaker is not None and "segment_q" in input_names:
                     arrays[input_names["segment_q"]] = rows

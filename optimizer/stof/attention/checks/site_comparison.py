@@ -248,6 +248,8 @@ def site_exactly(
     if odd.any():
         counts = ~leaks | (weights != 0)
         output[np.matmul(counts.astype(np.float32), odd.astype(np.float32)) > 0] = np.nan
+    if site.added_values is not None:
+        output = output + pick(arrays[site.added_values.tensor].reshape(*sizes[:3], -1)).astype(dtype)
     return Exact(output, tops, np.broadcast_to(leaks.any(-1), tops.shape))
 
 

@@ -27,6 +27,8 @@ from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
 from stof.mask.relative_terms.factor import FACTOR_ROLE, with_factor
 from stof.mask.relative_terms.lift import with_relative_terms, without_relative_terms
+from stof.mask.relative_terms.narrow import narrow_tables
+from stof.mask.relative_terms.values import with_relative_values
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, MaskTerm, NoteReason, Operand
 from stof.mask.stated_masks import state
 from stof.options import Options
@@ -114,6 +116,7 @@ class SiteDescriber:
             site = split_terms(self.checker.index, self.symbolic, site)
             mask = with_relative_bias(self.checker, site, self._mask(site, entry))
             site, mask = self._with_relative_terms(site, entry, mask)
+            mask = with_relative_values(self.checker, site, mask, self._roles())
             masked = without_relative_terms(site, mask)
             if entry is None or not entry.empty_rows:
                 mask = self.prover.simplify_empty_rows(masked, mask)
@@ -126,6 +129,7 @@ class SiteDescriber:
             if isinstance(error, GuardError) and site.unguarded is not None:
                 raise
             return DescribedSite(site, row, entry, reason=str(error), step=step)
+        mask = narrow_tables(self.symbolic, site, mask)
         problem = SiteProblem.of(site, mask)
         return DescribedSite(site, row, entry, mask, problem, ignores_rows=self._ignores_rows(site))
 
@@ -136,8 +140,7 @@ class SiteDescriber:
 
         A term that a mask fills is split for it. The site and mask as they are, where the masks do not hold with these products.
         """
-        target = self.options.tuned_for
-        roles = relative_roles() & relative_roles_on(target) if target.takes_relative_terms else frozenset()
+        roles = self._roles()
         if not roles or not mask.bias:
             return site, mask
         split = split_filled_terms(self.checker.index, self.symbolic, site, mask.bias)
@@ -151,9 +154,15 @@ class SiteDescriber:
                     rest = without_relative_terms(way, lifted)
                     accept(self.checker, rest, lifted, ignore_empty_rows=self._ignores_rows(way))
                     return way, lifted
+                mask = replace(mask, notes=lifted.notes) if way == site else mask  # with what stood against it
             except UnsupportedError:
                 continue
         return site, mask
+
+    def _roles(self) -> frozenset[str]:
+        """The roles of relative terms that the target's kernels take."""
+        target = self.options.tuned_for
+        return relative_roles() & relative_roles_on(target) if target.takes_relative_terms else frozenset()
 
     def _may_split(self, split: AttentionSite, entry: SitePlan | None) -> bool:
         """Whether no one states a mask for a site, or the one that a plan has is that of its split terms."""
@@ -243,7 +252,8 @@ def _mask_key(site: AttentionSite) -> AttentionSite:
     """What a site's mask is made of: layers share the tensors of their masks, and differ in all that is left out here."""
     none = _NO_OPERAND
     return replace(
-        site, name="", index=0, softmax="", query=none, key=none, value=none, output="", nodes=(), unguarded=None
+        site, name="", index=0, softmax="", query=none, key=none, value=none, output="", nodes=(), unguarded=None,
+        added_values=None,
     )  # fmt: skip
 
 

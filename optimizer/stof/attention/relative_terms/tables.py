@@ -8,18 +8,21 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from stof.attention.bias_input import append_fp32_node
+from stof.attention.relative_terms.narrowed_rows import build_limits, narrow_rows
+from stof.attention.relative_terms.row_axes import Cut
 from stof.graph.editor import Editor
 from stof.mask.site import AttentionSite, BiasFactor, LiftedMask, RelativeTable, RelativeTerm
 from stof.symbolic import Symbolic
+from stof.symbolic.axis_atoms import ONE
 
 _SAME = 1e-7  # a factor that differs from 1 by rounding of the graph's own numbers
 
 
 def build_tables(
-    editor: Editor, symbolic: Symbolic, mask: LiftedMask, dtype: int, columns: int, extra: list[gs.Node]
+    editor: Editor, symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, extra: list[gs.Node]
 ) -> dict[str, gs.Tensor]:
     """The tables of a site's relative terms by role; nodes that compute them are appended to ``extra``."""
-    return {t.role: _build_table(editor, symbolic, t, (dtype, columns), extra) for t in mask.relative_terms}
+    return {t.role: _build_table(editor, symbolic, site, t, extra) for t in mask.relative_terms}
 
 
 def relative_index_of(mask: LiftedMask) -> str:
@@ -53,13 +56,19 @@ def build_factor(
     return tensor
 
 
-def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:
+def compute_table(term: RelativeTerm, rows: np.ndarray, queries: int, keys: int) -> np.ndarray:
     """What a call's nodes make of the tensor of rows, for tests of the call alone."""
     table = term.table
+    if table.rows is not None:
+        chosen: list[slice] = [slice(None)] * rows.ndim
+        chosen[table.row_axis] = slice(*table.rows.limits(queries, keys))
+        rows = rows[tuple(chosen)]
     axes = [a for a in (table.head_axis, table.row_axis, table.column_axis) if a is not None]
     others = [a for a in range(rows.ndim) if a not in axes]
     array = np.transpose(rows, [*others, *axes]).reshape(-1, *(rows.shape[a] for a in axes))
     array = array[0] if table.head_axis is not None else array[:1]
+    if table.is_padded:
+        array = np.pad(array, ((0, 0), (1, 1), (0, 0)))
     if abs(table.factor - 1.0) > _SAME:
         array = array.astype(np.float32) * np.float32(table.factor)
     shift = table.shift_array()
@@ -70,17 +79,22 @@ def compute_table(term: RelativeTerm, rows: np.ndarray) -> np.ndarray:
 
 
 def _build_table(
-    editor: Editor, symbolic: Symbolic, term: RelativeTerm, wanted: tuple[int, int], extra: list[gs.Node]
+    editor: Editor, symbolic: Symbolic, site: AttentionSite, term: RelativeTerm, extra: list[gs.Node]
 ) -> gs.Tensor:
-    """One table; ``wanted``: the operator's element type, and D."""
-    table = term.table
-    dtype, columns = wanted
-    data = table.rows_array(columns)
+    table, dtype = term.table, site.dtype
+    data = table.rows_array(site.head_size)
     if data is not None:
         tensor, own = editor.initializer("stof_relative_rows", data[None].copy()), int(TensorProto.FLOAT)
     else:
         own = symbolic.dtype(table.tensor)
-        tensor = _lay_out(editor, symbolic, table, editor.tensors[table.tensor], own, extra)
+        limits = None if table.rows is None else build_limits(editor, symbolic, site, table.rows, extra)
+        rows = narrow_rows(editor, symbolic, table.tensor, _cut_of(symbolic, table), limits, extra)
+        tensor = _lay_out(editor, symbolic, table, rows, own, extra)
+    if table.is_padded:
+        pads = editor.initializer("stof_relative_pads", np.array([0, 1, 0, 0, 1, 0], np.int64))
+        padded = editor.variable("stof_relative_padded", own)
+        extra.append(editor.node("Pad", padded.name, [tensor, pads], [padded]))
+        tensor = padded
     shift = table.shift_array()
     is_scaled = abs(table.factor - 1.0) > _SAME
     if own != TensorProto.FLOAT and (is_scaled or shift is not None or own != dtype):
@@ -90,12 +104,23 @@ def _build_table(
         tensor = append_fp32_node(editor, extra, "Mul", [tensor, factor])
     if shift is None:
         return tensor
-    column = editor.initializer("stof_relative_shift", shift[:, :, None].copy())
+    vectors = editor.initializer("stof_relative_shift", shift[:, None, :].copy())
     if len(shift) > 1 and table.head_axis is None:  # each head has a column of its own
         heads = editor.initializer("stof_relative_heads", np.array([len(shift), 1, 1], np.int64))
         tensor = append_fp32_node(editor, extra, "Expand", [tensor, heads])
-    product = append_fp32_node(editor, extra, "MatMul", [tensor, column])
-    return append_fp32_node(editor, extra, "Concat", [tensor, product], axis=2)
+    # No MatMul: ONNX Runtime would fuse it with a Transpose in front of it, and its fused kernel divides by 0 rows.
+    product = append_fp32_node(editor, extra, "Mul", [tensor, vectors])
+    axis = editor.initializer("stof_relative_axis", np.array([2], np.int64))
+    column = append_fp32_node(editor, extra, "ReduceSum", [product, axis], keepdims=1)
+    return append_fp32_node(editor, extra, "Concat", [tensor, column], axis=2)
+
+
+def _cut_of(symbolic: Symbolic, table: RelativeTable) -> Cut:
+    """The rows that the operand has, if not all, and the first elements along the axes that are read at 0."""
+    axes = (table.row_axis, table.head_axis, table.column_axis)
+    shape = symbolic.shape(table.tensor) or ()
+    firsts = frozenset(a for a, size in enumerate(shape) if a not in axes and size != ONE)
+    return Cut(None if table.rows is None else table.row_axis, firsts)
 
 
 def _lay_out(
@@ -110,12 +135,10 @@ def _lay_out(
         return out
 
     rank = len(symbolic.shape(table.tensor) or ())
-    for axis in reversed(range(rank)):
-        if axis not in axes:  # batches share the rows
-            tensor = add(
-                "Gather", [tensor, editor.initializer("stof_relative_first", np.array(0, np.int64))], axis=axis
-            )
-            axes = [a - 1 if a is not None and a > axis else a for a in axes]
+    others = [a for a in range(rank) if a not in axes]  # of size 1: batches share the rows
+    if others:
+        tensor = add("Squeeze", [tensor, editor.initializer("stof_relative_first", np.array(others, np.int64))])
+        axes = [a if a is None else a - sum(o < a for o in others) for a in axes]
     kept = [a for a in axes if a is not None]
     if kept != sorted(kept):
         tensor = add("Transpose", [tensor], perm=kept)

@@ -125,12 +125,12 @@ class MaskRunner:
         """The tensors on whose data the mask tensors of a site depend."""
         return self._sources([t.tensor for t in site.terms])
 
-    def inputs_behind(self, tensor: str) -> set[str]:
-        """The model inputs on whose data a tensor depends."""
-        return self._sources([tensor]) & self.inputs
+    def inputs_behind(self, tensor: str, replaced: Iterable[str] = ()) -> set[str]:
+        """The model inputs on whose data a tensor depends, beside those behind tensors that are ``replaced``."""
+        return self._sources([tensor], replaced) & self.inputs - set(replaced)
 
-    def _sources(self, tensors: Iterable[str]) -> set[str]:
-        seen: set[str] = set()
+    def _sources(self, tensors: Iterable[str], replaced: Iterable[str] = ()) -> set[str]:
+        seen: set[str] = set(replaced)
         pending = list(tensors)
         while pending:
             name = pending.pop()

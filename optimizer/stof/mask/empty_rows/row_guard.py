@@ -76,7 +76,9 @@ def _with_only_term(site: AttentionSite, term: MaskTerm) -> AttentionSite:
 
 
 def _are_same(one: LiftedMask, other: LiftedMask) -> bool:
-    return (one.expression, one.operands, one.tables) == (other.expression, other.operands, other.tables)
+    """Whether two masks allow the same pairs; tables that index expressions of relative terms read do not count."""
+    tables = [[t for t in m.tables if t[0] in m.expression.tables] for m in (one, other)]
+    return (one.expression, one.operands, tables[0]) == (other.expression, other.operands, tables[1])
 
 
 def _check_pair_guard(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask, guard: MaskTerm) -> None:

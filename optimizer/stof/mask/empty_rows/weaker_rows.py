@@ -21,6 +21,7 @@ from stof.graph.node_builder import Builder
 from stof.graph.node_fields import attributes_of
 from stof.mask.expression import PADDING, MaskExpression
 from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Name, Node, Q, join
+from stof.mask.relative_terms.products import VALUE_ROLE
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes
 
@@ -42,10 +43,10 @@ def weaker_mask(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
     for number, expression in enumerate(mask.weaker.expressions, 1):
         condition: Node = Binary("==", Lookup("segment_q", (B, row)), Constant(number))
         conditions.append(condition if expression.root == TRUE else join("and", [condition, expression.root]))
-    weaker = _reading_less(mask, MaskExpression(join("or", conditions)))
     if not mask.weaker.keeps_scores:
-        weaker = replace(weaker, bias=(), by_data=(), relative=None)
-    return replace(weaker, weaker=None)
+        kept = tuple(t for t in mask.relative_terms if t.role == VALUE_ROLE)  # the weights' own
+        mask = replace(mask, bias=(), by_data=(), relative=None, relative_factor=None, relative_terms=kept)
+    return replace(_reading_less(mask, MaskExpression(join("or", conditions))), weaker=None)
 
 
 def weaker_site(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
@@ -55,12 +56,13 @@ def weaker_site(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
 
 
 def _reading_less(mask: LiftedMask, expression: MaskExpression) -> LiftedMask:
-    """The mask with another expression, and what that reads."""
+    """The mask with another expression, and what that and its relative terms read."""
+    read = expression.reads.union(*(t.index.reads for t in mask.relative_terms))
     return replace(
         mask,
         expression=expression,
         operands=tuple(o for o in mask.operands if o.role in expression.reads),
-        tables=tuple(t for t in mask.tables if t[0] in expression.reads),
+        tables=tuple(t for t in mask.tables if t[0] in read),
     )
 
 

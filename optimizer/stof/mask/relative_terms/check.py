@@ -7,6 +7,7 @@ holds them up to 2^24.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,10 +26,12 @@ from stof.mask.relative_terms.products import Product
 from stof.mask.site import AttentionSite, LiftedMask, arrays_of
 from stof.symbolic.algebra.sizes import evaluate
 
-_MIN_LENGTHS = 3
+MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
 _SHORT = (1, 3, 5, 13)
-_LONG = 300  # from here on one batch is compared, and rows alone
+_LONGER = 8  # times a length: inputs that are subsampled have runs of more positions there
+_LONG = 300  # beyond, one batch is compared, and rows alone, after the first size
+_MOST_BYTES = 1 << 30  # of scores of more than one batch
 
 
 def run_rows(
@@ -51,10 +54,12 @@ def _run_rows(
     checker: MaskChecker, site: AttentionSite, mask: LiftedMask, products: Sequence[Product], one: Product, length: int
 ) -> RowsRun:
     run = _Run(checker, site, mask, products, Case(1, length, Padding.NONE), 0)
-    rows, allowed = np.rint(run.rows(one)), np.asarray(run.allowed.all(axis=(0, 1)))
-    if rows.shape[-1] < length or not (rows == rows[:1, :1])[..., allowed].all():
-        raise UnsupportedError("its rows differ by batch or head, or the graph has no runs of that length")
-    return RowsRun(rows[0, 0], allowed, run.past)
+    allowed = np.asarray(run.allowed.all(axis=(0, 1)))
+    rows = run.rows(one, allowed)
+    is_shorter = rows.shape[-1] < length
+    if is_shorter and checker.runner.lengths(site, Case(1, _LONGER * length, Padding.NONE)) != rows.shape:
+        raise UnsupportedError("the graph has no run of that length, but longer ones than those that were made")
+    return RowsRun(rows, allowed, run.past, is_longest=is_shorter)
 
 
 def _key(
@@ -95,23 +100,48 @@ def check_rows(
     *shorter, longest = choose_lengths(numbers)
     chosen = [*(n for n in shorter if n <= _LONG), longest]  # rows of long tables were read at one length already
     middle = chosen[len(chosen) // 2]
-    cases = [replace(c, batch=1) if c.length > _LONG else c for c in cases_of_lengths(site, mask, chosen, ())]
-    cases += [*(Case(2, n, Padding.RIGHT) for n in _SHORT)]
+    cases = [*cases_of_lengths(site, mask, chosen, ()), *(Case(2, n, Padding.RIGHT) for n in _SHORT)]
     cases += [*cases_of_cross_attention(site, middle), *cases_without_past(site, middle)]
-    compared: set[tuple[int, int]] = set()
+    compared: set[tuple[int, ...]] = set()
+    settled: set[tuple[tuple[str, int], ...]] = set()  # sizes that give the same rows again
     refused: DoesNotRunError | None = None
+    cut = {n for p in products for n in (p.vectors, p.table.tensor)}
+    is_static = not checker.runner.inputs_behind(products[0].term.tensor, cut)
     for seed, case in enumerate(cases):
         try:
+            shape = score_sizes(site, checker.runner.sizes(case))
+            if max(shape[2:]) > _LONG and (compared or 4 * math.prod(shape) > _MOST_BYTES):
+                case = replace(case, batch=1)
+            sizes = tuple(sorted(checker.runner.sizes(case).items()))
+            if sizes in settled:
+                continue
             run = _Run(checker, site, mask, products, case, seed)
-            for product in products:
-                run.compare(product, indices)
-            compared.add(run.allowed.shape[2:])
+            # Other sizes showed the heads.
+            with_heads = not compared or max(run.shape[2:]) <= _LONG
+            fits = [run.compare(product, indices, with_heads=with_heads) for product in products]
+            if is_static and (all(fits) or not mask.operands):
+                settled.add(sizes)
+            compared.add(run.shape[2:])
         except DoesNotRunError as error:
             refused = error
-    is_fixed = all(d.constant is not None for d in site.dims[2:])
-    if len(compared) < (1 if is_fixed else _MIN_LENGTHS):
-        raise refused or UnsupportedError("its rows could not be compared at enough lengths")
+    require_lengths(site, compared, refused)
     checker.row_runs[key] = True
+
+
+def require_lengths(site: AttentionSite, compared: set[tuple[int, ...]], refused: DoesNotRunError | None) -> None:
+    """Refuses rows that ran at too few lengths: one does where the site has no other.
+
+    Args:
+        site: the attention.
+        compared: numbers of queries and keys at which rows were compared.
+        refused: why another length did not run.
+
+    Raises:
+        UnsupportedError: naming ``refused``, if there is one.
+    """
+    is_fixed = all(d.constant is not None for d in site.dims[2:])
+    if len(compared) < (1 if is_fixed else MIN_LENGTHS):
+        raise refused or UnsupportedError("its rows could not be compared at enough lengths")
 
 
 class _Run:
@@ -130,48 +160,82 @@ class _Run:
         self.feeds, self.sizes = checker.runner.draw(site, mask, case, seed)
         self.shape = score_sizes(site, self.sizes)
         inputs = checker.runner.with_computed(mask, self.feeds, self.sizes)
-        self.allowed, self.past = evaluate_mask(site, mask, inputs, self.shape)
+        B, H, S, T = self.shape  # 1 of texts and heads that share the mask
+        by_text, by_head = bool(mask.operands) or "b" in mask.expression.reads, "h" in mask.expression.reads
+        shape = B if by_text else min(B, 1), H if by_head else min(H, 1), S, T
+        self.allowed, self.past = evaluate_mask(site, mask, inputs, shape)
 
-    def rows(self, one: Product) -> np.ndarray:
-        """The rows [B, H, S, T] that pairs read for a product alone, as floats."""
-        return self._values(one, self._row_numbers(one)) / one.factor
+    def rows(self, one: Product, allowed: np.ndarray) -> np.ndarray:
+        """The rows [S, T] that pairs read for a product alone, as floats.
 
-    def compare(self, one: Product, indices: Sequence[MaskExpression]) -> None:
-        """Compares rows with expressions, and the heads whose rows are read.
+        Raises:
+            UnsupportedError: when batches and heads read different ones where that is allowed.
+        """
+        values = self._values(one, self._row_numbers(one))
+        slices = (np.rint(values[at].astype(np.float64) / one.factor) for at in np.ndindex(values.shape[:2]))
+        first = next(slices, np.zeros(self.shape[2:]))
+        if not all((other == first)[allowed].all() for other in slices):
+            raise UnsupportedError("its rows differ by batch or head")
+        return np.asarray(first)
+
+    def compare(self, one: Product, indices: Sequence[MaskExpression], *, with_heads: bool) -> bool:
+        """Compares rows with expressions, and the heads whose rows are read; whether forbidden pairs agree, too.
 
         Raises:
             UnsupportedError: where they differ.
         """
-        wanted = np.zeros(self.shape)
-        heads = np.zeros(self.shape)
+        wanted = np.zeros(self.shape[2:])
+        products = np.zeros(self.shape[2:])
+        by_head = np.zeros(self.shape[2:])  # more, times the number of the head
         for product, index in zip(self.products, indices, strict=True):
             if product.vectors == one.vectors and product.table.tensor == one.table.tensor:
-                wanted += product.factor * self._evaluate(index, product)
-                is_shared = product.table.head_axis is None
-                heads += product.factor * (1 + (0 if is_shared else np.arange(self.shape[1])[None, :, None, None]))
-        checks = [(self._row_numbers(one), wanted, "row")]
-        checks += [(self._head_numbers(one), heads, "head")] if self.case.length <= _LONG else []
-        for values, expected, what in checks:
-            found = self._values(one, values)
-            wrong = self.allowed & ~(np.abs(found - expected) <= _TOLERANCE * abs(one.factor))
-            if wrong.any():
-                where = tuple(int(i) for i in np.argwhere(wrong)[0])
-                raise UnsupportedError(
-                    f"{one.table.tensor}: the {what} that is read at (b, h, q, k) = {where} is "
-                    f"{found[where] / one.factor:g} at {self.case}, not {expected[where] / one.factor:g}"
-                )
+                rows, is_row = self._evaluate(index, product)
+                wanted += product.factor * rows
+                products += product.factor * is_row
+                if product.table.head_axis is not None:
+                    by_head += product.factor * is_row
+        fits = self._compare(one, self._row_numbers(one), wanted, None, "row")
+        if with_heads:
+            step = by_head if by_head.any() else None
+            fits &= self._compare(one, self._head_numbers(one), products, step, "head")
+        return fits
 
-    def _evaluate(self, index: MaskExpression, product: Product) -> np.ndarray:
-        """The rows [S, T] of an expression."""
+    def _compare(self, one: Product, table: np.ndarray, wanted: np.ndarray, step: np.ndarray | None, what: str) -> bool:
+        """Compares the term for a table with ``wanted`` [S, T] and a ``step`` for each head; whether forbidden pairs agree.
+
+        One text and head at a time: scores of long inputs take gigabytes. Those that share rows and mask are compared once.
+        """
+        values = self._values(one, table)
+        by_head = (1, 1 if step is None else self.shape[1])
+        fits = True
+        for b, h in np.ndindex(np.broadcast_shapes(values.shape[:2], by_head, self.allowed.shape[:2])):
+            expected = wanted if step is None else wanted + h * step
+            found = _slice_of(values, b, h)
+            is_equal = np.abs(found - expected) <= _TOLERANCE * abs(one.factor)
+            if is_equal.all():
+                continue
+            fits = False
+            wrong = _slice_of(self.allowed, b, h) & ~is_equal
+            if wrong.any():
+                q, k = (int(i) for i in np.argwhere(wrong)[0])
+                raise UnsupportedError(
+                    f"{one.table.tensor}: the {what} that is read at (b, h, q, k) = {(b, h, q, k)} is "
+                    f"{found[q, k] / one.factor:g} at {self.case}, not {expected[q, k] / one.factor:g}"
+                )
+        return fits
+
+    def _evaluate(self, index: MaskExpression, product: Product) -> tuple[np.ndarray, np.ndarray]:
+        """The rows [S, T] of an expression, and which of them are none of zeros that the operand has more."""
         _, _, S, T = self.shape
         names = {"S": S, "T": T, "P": self.past, **arrays_of(self.mask.tables)}
         q, k = (np.arange(S) + self.past)[:, None], np.arange(T)[None, :]
         last = evaluate(product.table.rows, self.sizes) - 1
-        rows: np.ndarray = np.clip(index.evaluate({**names, "q": q, "k": k}), 0, last)
-        return np.broadcast_to(rows, (S, T))
+        rows = np.broadcast_to(np.clip(index.evaluate({**names, "q": q, "k": k}), 0, last), (S, T))
+        is_row = (rows > 0) & (rows < last) if product.table.is_padded else np.ones((S, T), bool)
+        return np.where(is_row, rows, 0), is_row
 
     def _values(self, one: Product, table: np.ndarray) -> np.ndarray:
-        """The term for a table of one product, all others being 0."""
+        """The term for a table of one product, all others being 0: [B, H, S, T], B and H being 1 where the graph shares it."""
         replaced: dict[str, np.ndarray] = {}
         for product in self.products:
             shape = [evaluate(d, self.sizes) for d in self.checker.symbolic.shape(product.vectors) or ()]
@@ -181,12 +245,14 @@ class _Run:
         replaced[one.table.tensor] = table.astype(self._dtype(one.table.tensor))
         (value,) = self.checker.runner.values(self.site, [one.term], self.feeds, self.sizes, replaced)
         try:
-            return np.broadcast_to(value.astype(np.float64), self.shape)
+            np.broadcast_to(value, self.shape)  # raises
+            four = value.reshape((1,) * (4 - value.ndim) + value.shape)
+            return np.broadcast_to(four, (*four.shape[:2], *self.shape[2:]))
         except ValueError as error:
             raise DoesNotRunError(f"a term does not broadcast to the scores: {error}") from error
 
     def _row_numbers(self, one: Product) -> np.ndarray:
-        numbers = self._numbers(one, one.table.row_axis, 0)
+        numbers = self._numbers(one, one.table.row_axis, int(one.table.is_padded))
         if one.table.key_axis is None:
             return numbers
         last = self._table_shape(one)[one.table.key_axis] - 1
@@ -216,3 +282,9 @@ class _Run:
         """Of the run, in which fp16 and bf16 are widened."""
         dtype = helper.tensor_dtype_to_np_dtype(self.checker.symbolic.dtype(tensor))
         return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def _slice_of(array: np.ndarray, text: int, head: int) -> np.ndarray:
+    """What a text and a head have of an array [B or 1, H or 1, S, T]."""
+    B, H = array.shape[:2]
+    return np.asarray(array[text if B > 1 else 0, head if H > 1 else 0])

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx
 
+from stof.graph.einsum import read_equation, split_equation
 from stof.graph.index import is_standard
 from stof.symbolic import Int, Symbolic, var
 from stof.symbolic.algebra.terms import Atom, Cond, Real, subterms
 from stof.symbolic.rules.broadcasting import project
 from stof.symbolic.tensor import Index
 from stof.symbolic.trace import Trace, variables_of
+
+_DEEPEST = 32  # steps back in which a dependence is looked for
+_MOST_PARTS = 4096  # floats that are looked at
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,9 @@ def _of_matmul(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: In
 
 
 def _of_einsum(symbolic: Symbolic, node: onnx.NodeProto, index: Index, inner: Int) -> Contraction | None:
-    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
-    operands, arrow, result = equation.partition("->")
-    letters = operands.split(",")
-    if not arrow or "." in equation or len(letters) != 2 or len(result) != len(index):
+    equation = read_equation(node)
+    letters, result = split_equation(equation)
+    if result is None or "." in equation or len(letters) != 2 or len(result) != len(index) or len(node.input) != 2:
         return None
     if any(len(set(text)) < len(text) for text in (*letters, result)):
         return None
@@ -94,20 +98,31 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def depends_on(trace: Trace, value: Real, name: str, depth: int = 0) -> bool:
-    """Whether a float may change with an index variable; True where that is not known."""
-    if depth > 32:
-        return True
-    if value.kind != "element":
-        if any(name in _variables(a) for a in value.args if isinstance(a, Int | Cond | tuple)):
+def depends_on(trace: Trace, value: Real, name: str) -> bool:
+    """Whether a float may change with an index variable; True where that is not known, or takes too long to tell."""
+    pending: deque[tuple[Real, int]] = deque([(value, 0)])
+    seen: dict[int, Real] = {}  # by id, which no other object takes as long as they are held
+    while pending:
+        one, depth = pending.popleft()
+        if id(one) in seen:
+            continue
+        if depth > _DEEPEST or len(seen) == _MOST_PARTS:
             return True
-        return any(depends_on(trace, a, name, depth + 1) for a in value.args if isinstance(a, Real))
-    index = value.args[1]
-    assert isinstance(index, tuple)
-    if name not in variables_of(index):
-        return False
-    sources = list(_sources(trace, value, name, depth))
-    return not sources or any(source is None or depends_on(trace, source, name, depth + 1) for source in sources)
+        seen[id(one)] = one
+        if one.kind != "element":
+            if any(name in _variables(a) for a in one.args if isinstance(a, Int | Cond | tuple)):
+                return True
+            pending += [(a, depth + 1) for a in one.args if isinstance(a, Real)]
+            continue
+        index = one.args[1]
+        assert isinstance(index, tuple)
+        if name not in variables_of(index):
+            continue
+        sources = list(_sources(trace, one, name, depth))
+        if not sources or None in sources:
+            return True
+        pending += [(source, depth + 1) for source in sources if source is not None]
+    return False
 
 
 def _variables(value: Int | Cond | tuple[object, ...]) -> frozenset[str]:

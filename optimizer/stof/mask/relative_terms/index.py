@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from stof.errors import UnsupportedError
+from stof.mask.check.checker import MaskChecker
 from stof.mask.expression import MaskExpression
 from stof.mask.from_condition import GraphNames, to_integer_expression
 from stof.mask.relative_bias.distance_table import shorten, tabulate
-from stof.mask.site import AttentionSite
+from stof.mask.site import AttentionSite, LiftedMask, arrays_of
 from stof.symbolic.algebra.domain import Domain
 from stof.symbolic.algebra.terms import Atom, Cond, Int, Real, dim, integer
 from stof.symbolic.trace import replace_atoms, variables_of
@@ -34,13 +35,28 @@ def express_row(site: AttentionSite, domain: Domain, row: Int, rows: Int, names:
     Raises:
         UnsupportedError: for what the grammar has no word for, and what is no function of one difference of q and k.
     """
-    row = domain.integer(strip_clamps(row, rows))
+    row = domain.integer(_join_maxima(domain.integer(strip_clamps(row, rows))))
     if variables_of(row) - _PAIR:
         raise UnsupportedError(f"its row depends on {', '.join(sorted(variables_of(row) - _PAIR))}")
     check_separable(row)
     solved = _solve_sizes(site)
     own = GraphNames({_placeholder(x): x for x in _LETTERS}, names.operand, names.constant, names.tables)
     return to_integer_expression(replace_atoms(row, solved), own)
+
+
+def index_names(checker: MaskChecker, mask: LiftedMask) -> GraphNames:
+    """The names for :func:`express_row`: the tables of a mask, and constants of the graph."""
+
+    def refuse(tensor: str, indices: tuple[Int, ...], boolean: bool) -> tuple[str, int | None]:
+        raise UnsupportedError(f"its row is read from {tensor!r}, which is known at run time alone")
+
+    def constant(name: str) -> np.ndarray:
+        array = checker.symbolic.constant(name)
+        if array is None:
+            raise UnsupportedError(f"its row is read from {name!r}, which is no constant")
+        return array
+
+    return GraphNames({}, refuse, constant, arrays_of(mask.tables))
 
 
 def strip_clamps(row: Int, rows: Int) -> Int:
@@ -51,6 +67,21 @@ def strip_clamps(row: Int, rows: Int) -> Int:
         if len(others) != 1:
             return row
         row = others[0]
+    return row
+
+
+def _join_maxima(row: Int) -> Int:
+    """The row with x in the place of max(x, 0) - max(-x, 0).
+
+    The one shortens a table for short inputs, the other pads it for long ones.
+    """
+    factors = dict(row.terms)
+    maxima = [a for a in row.atoms() if a.kind == "max" and integer(0) in a.args and (a,) in factors]
+    for atom in maxima:
+        inner = next(x for x in atom.args if isinstance(x, Int) and x != integer(0))
+        other = next((a for a in maxima if -inner in a.args), None)
+        if other is not None and factors[(atom,)] == -factors[(other,)]:
+            return _join_maxima(replace_atoms(row, {atom: inner + Int((((other,), 1),))}))
     return row
 
 
@@ -122,18 +153,19 @@ def _is_placeholder(atom: Atom) -> bool:
 
 @dataclass(frozen=True)
 class RowsRun:
-    """Rows [S, T] that a run gave, the pairs that are allowed, and the past length."""
+    """Rows [S, T] that a run gave, the pairs that are allowed, and the past length; whether the graph has no longer runs."""
 
     rows: np.ndarray
     allowed: np.ndarray
     past: int
+    is_longest: bool = False
 
 
 def tabulate_rows(run: RowsRun, radius: int, names: GraphNames) -> MaskExpression:
     """Rows that depend on q - k alone as a stored table of integers by distance.
 
     Args:
-        run: at a length beyond ``radius``.
+        run: at a length beyond ``radius``, or at the longest that the graph has.
         radius: the distance beyond which the rows are proven to be constant.
         names: of tables.
 
@@ -142,7 +174,7 @@ def tabulate_rows(run: RowsRun, radius: int, names: GraphNames) -> MaskExpressio
     """
     shape = (1, 1, *run.rows.shape)
     table = tabulate(run.rows.reshape(shape).astype(np.float64), run.allowed.reshape(shape), run.past)
-    shortened = None if table is None else shorten(table, is_fixed=False)
+    shortened = None if table is None else shorten(table, is_fixed=run.is_longest)
     if shortened is None or shortened.shape[1] // 2 > radius:
         raise UnsupportedError("its row is no function of the distance of key and query")
     entries = shortened[0].astype(np.int32)

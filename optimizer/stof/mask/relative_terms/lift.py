@@ -21,8 +21,8 @@ from stof.mask.lift import domain_of, index_of_pair
 from stof.mask.relative_bias.proof import constant_beyond
 from stof.mask.relative_terms.check import check_rows, run_rows
 from stof.mask.relative_terms.contraction import TensorElement, read_contraction
-from stof.mask.relative_terms.index import express_row, tabulate_rows
-from stof.mask.relative_terms.linear import linear_sum
+from stof.mask.relative_terms.index import express_row, index_names, tabulate_rows
+from stof.mask.relative_terms.linear import linear_sum, reach_of_check
 from stof.mask.relative_terms.operands import Match, read_vectors
 from stof.mask.relative_terms.products import Product
 from stof.mask.relative_terms.table import find_table
@@ -35,11 +35,10 @@ from stof.mask.site import (
     RelativeTable,
     RelativeTerm,
     TermKind,
-    arrays_of,
 )
-from stof.symbolic import Int, integer, var
+from stof.symbolic import integer, var
 from stof.symbolic.algebra.domain import Domain
-from stof.symbolic.algebra.terms import Atom, Real
+from stof.symbolic.algebra.terms import Atom, Real, subterms
 from stof.symbolic.trace import Trace, replace_atoms_of_real, simplify_real
 
 _SHORTEST, _LONGEST = 300, 1300  # lengths at which a term is run for its rows
@@ -94,11 +93,14 @@ def _lift_term(
     """The mask with a term's products in the place of the term, by the first trace that shows them."""
     try:
         return _Lifter(checker, checker.trace, site, mask, roles).lift(term)
-    except (UnsupportedError, _OtherTermError):
+    except (UnsupportedError, _OtherTermError) as first:
         if not mask.expression.window():  # all pairs lie in the rows that divisions give, or nothing tells which do
             raise
         trace = Trace(checker.symbolic, checker.index, domain_of(site))
-        return _Lifter(checker, trace, site, mask, roles).lift(term)
+        try:
+            return _Lifter(checker, trace, site, mask, roles).lift(term)
+        except _OtherTermError:
+            raise first from None
 
 
 def without_relative_terms(site: AttentionSite, mask: LiftedMask) -> AttentionSite:
@@ -133,9 +135,9 @@ class _Lifter:
             _OtherTermError: where it is another kind of term.
         """
         products = self.read_products(term)
-        names = self._names()
+        names = index_names(self.checker, self.mask)
         indices = [self._express(products, product, names) for product in products]
-        tables = tuple((n, str(a.dtype), tuple(a.shape), a.tobytes()) for n, a in names.tables.items())
+        tables = names.stored_tables()
         terms = self._assign_roles(products, indices)
         note = "; ".join(f"{t.role} by {t.index}" for t in terms)
         notes = [n for n in self.mask.notes if n.reason is not NoteReason.STAYS_BIAS or n.tensor != term.tensor]
@@ -153,27 +155,31 @@ class _Lifter:
         check_rows(self.checker, self.site, lifted, products, indices)
         return lifted
 
-    def _names(self) -> GraphNames:
-        names = GraphNames({}, _refuse_operand, self._constant)
-        names.tables.update(arrays_of(self.mask.tables))
-        return names
-
-    def _constant(self, name: str) -> np.ndarray:
-        array = self.checker.symbolic.constant(name)
-        if array is None:
-            raise UnsupportedError(f"its row is read from {name!r}, which is no constant")
-        return array
-
     def read_products(self, term: MaskTerm) -> list[Product]:
         shape = self.checker.symbolic.shape(term.tensor)
         try:
             value = None if shape is None else self.trace.element(term.tensor, index_of_pair(shape, self.site, term))
         except ValueError:  # it does not broadcast to the scores
             value = None
-        addends = {} if value is None else linear_sum(self._simplify(value))
-        if not addends or not all(leaf.kind == "element" for leaf in addends):
+        addends = {} if value is None else linear_sum(self._simplify(value), reach_of_check(self.site))
+        if not addends:
+            raise _OtherTermError
+        if others := [leaf for leaf in addends if leaf.kind != "element"]:
+            if any(self._is_product(part) for leaf in others for part in subterms(leaf)):
+                raise UnsupportedError(
+                    "queries or keys meet rows in it, but by more than sums and factors that are numbers"
+                )
             raise _OtherTermError
         return [self._read_product(term, leaf, factor) for leaf, factor in addends.items()]
+
+    def _is_product(self, part: object) -> bool:
+        """Whether a part of a formula is a product of the site's queries, or keys."""
+        contraction = None
+        if isinstance(part, Real) and part.kind == "element":
+            contraction = read_contraction(self.trace, part, "d")
+        if contraction is None:
+            return False
+        return any(self._match(vectors, is_query) for vectors, _ in contraction.orders for is_query in (True, False))
 
     def _simplify(self, value: Real) -> Real:
         """A term's element for pairs that the mask allows."""
@@ -200,16 +206,36 @@ class _Lifter:
                 if inputs := self.checker.runner.inputs_behind(table.tensor):
                     raise UnsupportedError(f"{table.tensor} depends on {', '.join(sorted(inputs))}")
                 return Product(term, factor, vectors.tensor, is_query, match, table)
+        if any(self._is_part(vectors) for vectors, _ in contraction.orders):
+            raise UnsupportedError("it reads queries or keys of the attention under a condition, or the attention does")
         raise _OtherTermError
 
     def _match(self, vectors: TensorElement, is_query: bool) -> Match | None:
         """How vectors of a contraction are made of the site's queries, or keys."""
         operand = self.site.query if is_query else self.site.key
         own = read_vectors(self.trace, self.domain, self.site, operand)
-        value = self.trace.element(vectors.tensor, tuple(self.domain.integer(i) for i in vectors.index))
+        value = self._vector(vectors)
         if own is None or value is None:
             return None
-        return own.match(self.checker.symbolic, self.site, linear_sum(simplify_real(self.domain, value)))
+        return own.match(self.checker.symbolic, self.site, linear_sum(value))
+
+    def _vector(self, vectors: TensorElement) -> Real | None:
+        value = self.trace.element(vectors.tensor, tuple(self.domain.integer(i) for i in vectors.index))
+        return None if value is None else simplify_real(self.domain, value)
+
+    def _is_part(self, vectors: TensorElement) -> bool:
+        """Whether vectors of a contraction share elements with the site's queries, or keys, one of both being selected."""
+        value = self._vector(vectors)
+        for operand in (self.site.query, self.site.key):
+            own = read_vectors(self.trace, self.domain, self.site, operand)
+            if own is None or value is None:
+                continue
+            sides = [set(subterms(tuple(linear_sum(value)))), set(subterms(tuple(own.elements)))]
+            kinds = [{p.kind for p in side if isinstance(p, Real)} for side in sides]
+            shared = {p for p in sides[0] & sides[1] if isinstance(p, Real) and p.kind == "element"}
+            if shared and any("select" in k for k in kinds):
+                return True
+        return False
 
     def _express(self, products: Sequence[Product], product: Product, names: GraphNames) -> MaskExpression:
         """The index of a product's rows."""
@@ -258,9 +284,6 @@ class _Lifter:
             b"" if shift is None else shift.tobytes(),
             shift_heads,
             found.data,
+            is_padded=found.is_padded,
         )
         return RelativeTerm(role, table, index, max(heads, shift_heads), product.term)
-
-
-def _refuse_operand(tensor: str, indices: tuple[Int, ...], boolean: bool) -> tuple[str, int | None]:
-    raise UnsupportedError(f"its row is read from {tensor!r}, which is known at run time alone")

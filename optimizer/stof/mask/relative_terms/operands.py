@@ -49,7 +49,7 @@ class HeadVectors:
         if not added:
             return Match(factor, None)
         shift = _evaluate_constants(symbolic, site, added)
-        return None if shift is None else Match(factor, shift)
+        return None if shift is None else Match(factor, shift if shift.any() else None)
 
 
 def read_vectors(trace: Trace, domain: Domain, site: AttentionSite, operand: Operand) -> HeadVectors | None:

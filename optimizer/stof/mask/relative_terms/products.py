@@ -9,6 +9,8 @@ from stof.mask.relative_terms.operands import Match
 from stof.mask.relative_terms.table import FoundTable
 from stof.mask.site import MaskTerm
 
+VALUE_ROLE = "relative_value"  # of the table that weights are multiplied by
+
 
 @dataclass(frozen=True)
 class Product:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _MOST_MOVES = 64
 class FoundTable:
     """A tensor of rows: its axes, and the row that a pair of query and key reads.
 
+    With ``is_padded`` a row of zeros stands in front of those of the tensor, and behind them; ``row`` and ``rows`` count both.
     With ``key_axis`` the tensor is a constant that holds rows for pairs: the row of positions i on ``row_axis`` and j on
     ``key_axis`` is i - j plus the last j, and ``data`` has the rows, fp32 [rows, D].
     """
@@ -35,13 +36,41 @@ class FoundTable:
     rows: Int
     key_axis: int | None = None
     data: bytes = b""
+    is_padded: bool = False
 
 
 def find_table(trace: Trace, domain: Domain, element: TensorElement) -> FoundTable | None:
     """The tensor whose rows a pair reads; None where there is none that all batches share.
 
-    It is the last one before it is repeated for batches, or gathered for pairs.
+    It is the last one before it is repeated for batches, or gathered for pairs, or one that is padded with zeros for long inputs.
     """
+    found = _find_repeated(trace, domain, element)
+    if found is None or found.data or found.rows.constant is not None:
+        return found
+    return _without_padding(trace, domain, found) or found
+
+
+def _without_padding(trace: Trace, domain: Domain, found: FoundTable) -> FoundTable | None:
+    """The rows before zeros are put around them, as many as the inputs are long; None where they are not."""
+    shape = trace.symbolic.shape(found.tensor) or ()
+    index = [integer(0)] * len(shape)
+    for axis, value in ((found.head_axis, H), (found.row_axis, found.row), (found.column_axis, D)):
+        if axis is not None:
+            index[axis] = value
+    element = TensorElement(found.tensor, tuple(index))
+    for _ in range(_MOST_MOVES):
+        moved = trace.step(element.tensor, element.index, pads=True)
+        if moved is None:
+            return None
+        element = TensorElement(moved[0], tuple(domain.integer(i) for i in moved[1]))
+        read = _read_axes(trace, element)
+        if read is not None and read.rows.constant is not None:
+            two = integer(2)
+            return replace(read, row=read.row + integer(1), rows=read.rows + two, is_padded=True)
+    return None
+
+
+def _find_repeated(trace: Trace, domain: Domain, element: TensorElement) -> FoundTable | None:
     candidates = list(_walk_back(trace, domain, element))
     for candidate in candidates:
         if "b" not in variables_of(candidate.index) and (found := _read_axes(trace, candidate)) is not None:

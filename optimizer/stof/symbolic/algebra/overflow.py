@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from stof.symbolic.algebra.float_arithmetic import round_integers
 from stof.symbolic.algebra.int_bounds import LONGEST, Bounds, Range, is_within
-from stof.symbolic.algebra.terms import Atom, Int, Real, Scalar, of_atom, subterms, to_real, var
+from stof.symbolic.algebra.terms import Atom, Int, Real, Scalar, integer, of_atom, subterms, to_real, var
 from stof.symbolic.tensor import Index, Shape, SymTensor
 
 # Largest n such that the type holds all integers from -n to n.
@@ -62,8 +62,36 @@ def guard_overflow(tensor: SymTensor, dtype: int) -> SymTensor:
     return replace(tensor, function=at, memo={})
 
 
+def strip_guards(value: Int) -> Int:
+    """An integer in which :func:`guard_overflow` found numbers that int64 may not hold, as it is without the guards.
+
+    For an index of a flattened tensor: a tensor that exists has fewer elements than 2^63, and so has each sum that counts them.
+    """
+    total = integer(0)
+    for monomial, coefficient in value.terms:
+        product = integer(coefficient)
+        for atom in monomial:
+            product = product * _strip_guard(atom)
+        total = total + product
+    return total
+
+
+def _strip_guard(atom: Atom) -> Int:
+    if atom.kind == "opaque" and atom.args[0] == _words(TensorProto.INT64):
+        inner = atom.args[1]
+        assert isinstance(inner, Int)
+        return strip_guards(inner)
+    if atom.kind in ("var", "size"):
+        return Int((((atom,), 1),))
+    return of_atom(atom.kind, *(strip_guards(a) if isinstance(a, Int) else a for a in atom.args))
+
+
+def _words(dtype: int) -> str:
+    return f"arithmetic in {TensorProto.DataType.Name(dtype).lower()} that does not hold the numbers of long inputs"
+
+
 def _make_unknown(value: Scalar, dtype: int) -> Scalar:
-    words = f"arithmetic in {TensorProto.DataType.Name(dtype).lower()} that does not hold the numbers of long inputs"
+    words = _words(dtype)
     return of_atom("opaque", words, value) if isinstance(value, Int) else Real("opaque", (words, to_real(value)))
 
 

@@ -7,6 +7,7 @@ import string
 
 from onnx import TensorProto
 
+from stof.graph.einsum import read_equation, split_equation
 from stof.symbolic.algebra.divisions import floor_div
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
@@ -105,13 +106,12 @@ def _conv_transpose(context: RuleContext) -> list[Fact] | None:
 
 
 def _einsum(context: RuleContext) -> list[Fact] | None:
-    equation = str(context.attribute("equation", "")).replace(" ", "")
+    equation = read_equation(context.node)
     ranks = [len(context.shape(i) or ()) for i in range(len(context.node.input))]
-    named = [t.replace("...", "") for t in equation.partition("->")[0].split(",")]
+    named = [t.replace("...", "") for t in split_equation(equation)[0]]
     dots = max((r - len(t) for r, t in zip(ranks, named, strict=False)), default=0)
     spare = [c for c in string.ascii_letters if c not in equation]
-    inputs, arrow, output = equation.replace("...", "".join(spare[: max(0, dots)])).partition("->")
-    terms = inputs.split(",")
+    terms, output = split_equation(equation.replace("...", "".join(spare[: max(0, dots)])))
     sizes: dict[str, Int] = {}
     for i, term in enumerate(terms):
         shape = context.shape(i)
@@ -122,8 +122,8 @@ def _einsum(context: RuleContext) -> list[Fact] | None:
                 context.equate(sizes[letter], d, is_forced=False)
             if letter not in sizes or sizes[letter] == ONE:
                 sizes[letter] = d
-    if not arrow:
-        output = "".join(sorted(c for c in sizes if inputs.count(c) == 1))
+    if output is None:
+        output = "".join(sorted(c for c in sizes if "".join(terms).count(c) == 1))
     return [Fact(context.fact(0).dtype, tuple(sizes[c] for c in output))]
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gaps between the buffers of a workspace that AddressSanitizer reports accesses to. Other builds have none.
-#ifndef STOF_CPU_RED_ZONE_H_
-#define STOF_CPU_RED_ZONE_H_
+#ifndef STOF_CPU_ATTENTION_RED_ZONE_H_
+#define STOF_CPU_ATTENTION_RED_ZONE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -31,4 +31,4 @@ inline void AllowAccess(const void* /*begin*/, int64_t /*bytes*/) {}
 }  // namespace
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_RED_ZONE_H_
+#endif  // STOF_CPU_ATTENTION_RED_ZONE_H_
