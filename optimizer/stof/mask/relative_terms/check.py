@@ -8,11 +8,11 @@ holds them up to 2^24.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from onnx import helper
+from onnx import TensorProto, helper
 
 from stof.errors import UnsupportedError
 from stof.execution.case import Case, Padding
@@ -28,6 +28,8 @@ from stof.symbolic.algebra.sizes import evaluate
 
 MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
+# How far a factor may be from that of a run, which widens half precision: sizes and constants are rounded there alone.
+_ROUNDING: Mapping[int, float] = {TensorProto.FLOAT16: 2.0**-9, TensorProto.BFLOAT16: 2.0**-6}
 _SHORT = (1, 3, 5, 13)
 _LONGER = 8  # times a length: inputs that are subsampled have runs of more positions there
 _LONG = 300  # beyond, one batch is compared, and rows alone, after the first size
@@ -172,7 +174,8 @@ class _Run:
             UnsupportedError: when batches and heads read different ones where that is allowed.
         """
         values = self._values(one, self._row_numbers(one))
-        slices = (np.rint(values[at].astype(np.float64) / one.factor) for at in np.ndindex(values.shape[:2]))
+        factor = one.factor * self._rounding(one)
+        slices = (np.rint(values[at].astype(np.float64) / factor) for at in np.ndindex(values.shape[:2]))
         first = next(slices, np.zeros(self.shape[2:]))
         if not all((other == first)[allowed].all() for other in slices):
             raise UnsupportedError("its rows differ by batch or head")
@@ -194,6 +197,8 @@ class _Run:
                 products += product.factor * is_row
                 if product.table.head_axis is not None:
                     by_head += product.factor * is_row
+        rounding = self._rounding(one)
+        wanted, products, by_head = (rounding * x for x in (wanted, products, by_head))
         fits = self._compare(one, self._row_numbers(one), wanted, None, "row")
         if with_heads:
             step = by_head if by_head.any() else None
@@ -250,6 +255,18 @@ class _Run:
             return np.broadcast_to(four, (*four.shape[:2], *self.shape[2:]))
         except ValueError as error:
             raise DoesNotRunError(f"a term does not broadcast to the scores: {error}") from error
+
+    def _rounding(self, one: Product) -> float:
+        """The factor of a run over that of a product; 1 unless the graph computes in half precision, which runs widen."""
+        dtype = self.checker.symbolic.dtype(one.table.tensor)
+        if dtype not in _ROUNDING:
+            return 1.0
+        limit = _ROUNDING[dtype]
+        values = np.abs(self._values(one, self._numbers(one, None, 1)).astype(np.float64))
+        ratio = float(np.median(values[values > 0])) / abs(one.factor) if values.any() else 1.0
+        return (
+            ratio if abs(ratio - 1) <= limit else 1.0
+        )  # several products with one table: their factors are compared as they are
 
     def _row_numbers(self, one: Product) -> np.ndarray:
         numbers = self._numbers(one, one.table.row_axis, int(one.table.is_padded))
