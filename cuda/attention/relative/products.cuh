@@ -96,24 +96,55 @@ class RelativeScores {
   __device__ __forceinline__ void AddParts(const PartTerm& term, bool of_keys, float factor, Scores& s) const {
     const int64_t head = static_cast<int64_t>(b_) * p_.H + h_;
     const float* const products = term.products + head * (of_keys ? p_.T : p_.S) * term.columns + term.offset;
+    const float* of_query[kBlocks][2];  // products of the lane's queries; of keys: those of any key
+    int query_part[kBlocks][2];
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = min(row_ + 16 * i + lane_ / 4 + 8 * r, p_.S - 1);
-        const float* const own =
-            products + (of_keys ? 0 : static_cast<int64_t>(row) * term.columns) - term.query_part[row];
+        query_part[i][r] = term.query_part[row];
+        of_query[i][r] = products + static_cast<int64_t>(row) * term.columns - query_part[i][r];
+      }
+    }
+    if (!of_keys) {
+      // The keys of a tile may have one part, as those of a row of a grid do: then a row has one product.
+      const int first = term.key_part[min(key_, p_.T - 1)];
+      const bool is_one = term.key_part[min(key_ + lane_, p_.T - 1)] == first &&
+                          term.key_part[min(key_ + lane_ + 32, p_.T - 1)] == first;
+      if (__all_sync(~0u, is_one) != 0) {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
+        for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = min(key_ + 8 * j + lane_ % 4 * 2 + e, p_.T - 1);
-            const int64_t at = (of_keys ? static_cast<int64_t>(key) * term.columns : 0) + term.key_part[key];
-            s[i][j][2 * r + e] = fmaf(factor, own[at], s[i][j][2 * r + e]);
+          for (int r = 0; r < 2; ++r) {
+            const float product = of_query[i][r][first];
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) s[i][j][2 * r + e] = fmaf(factor, product, s[i][j][2 * r + e]);
+            }
           }
         }
-        __syncwarp();  // loads of all rows at once would need more registers than there are
+        return;
       }
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int key = min(key_ + 8 * j + lane_ % 4 * 2 + e, p_.T - 1);
+        const int key_part = term.key_part[key];
+        const float* const of_key = products + static_cast<int64_t>(key) * term.columns + key_part;
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float product = of_keys ? of_key[-query_part[i][r]] : of_query[i][r][key_part];
+            s[i][j][2 * r + e] = fmaf(factor, product, s[i][j][2 * r + e]);
+          }
+        }
+      }
+      if (j % 2 != 0) __syncwarp();  // more loads at once would need more registers than there are
     }
   }
 
@@ -147,7 +178,7 @@ __device__ __forceinline__ const uint32_t* WindowRows(const BandTerm& term, int 
          4 * FragmentIndex(first / 8, 0, kPairs, lane);
 }
 __device__ __forceinline__ const float* WindowColumn(const BandTerm& term, int h, int first) {
-  return term.column + h * term.column_stride_h + first;
+  return term.column == nullptr ? nullptr : term.column + h * term.column_stride_h + first;
 }
 __device__ __forceinline__ const float* WindowFactor(const BandTerm& term, int h, int first) {
   return term.factor + h * term.column_stride_h + first;

@@ -23,7 +23,7 @@ ExpandParams ExpandParamsOf(const AttentionArgs& args, const RelativeTable& tabl
   p.is_reversed = table.index.is_reversed ? 1 : 0;
   p.pairs = layout.pairs, p.expanded = layout.expanded;
   p.to = workspace + layout.rows;
-  p.column = reinterpret_cast<float*>(workspace + layout.column);
+  p.column = layout.has_column ? reinterpret_cast<float*>(workspace + layout.column) : nullptr;
   p.factor = reinterpret_cast<float*>(workspace + layout.factor);
   return p;
 }
@@ -64,8 +64,9 @@ Status PrepareRelative(const AttentionArgs& args, const RelativeLayout& layout, 
     if (!own.is_given) continue;
     const RelativeTable& table = RelativeTermOf(args.scores, i);
     const DeviceRowsEntry* const entry = rows.terms[i].get();
-    const ExpandParams expand = ExpandParamsOf(args, table, own, entry == nullptr ? nullptr : entry->row(), base);
+    ExpandParams expand = ExpandParamsOf(args, table, own, entry == nullptr ? nullptr : entry->row(), base);
     const DType dtype = args.shape.dtype;
+    expand.is_left_operand = own.is_band && i == 2 ? 1 : 0;
     if (own.is_band || dtype != DType::kF32) STOF_RETURN_IF_ERROR(Expand(expand, dtype, stream));
     RelativeTerm* const term = i == 2 ? &params->query : &params->key[i];
     if (own.is_band) {
