@@ -12,12 +12,13 @@
 namespace stof {
 namespace cuda {
 
-// Writes 8 elements of the expanded rows: fragment `at` of all.
+// Of a head: each has 8 elements.
+STOF_HD constexpr int CountFragments(const ExpandParams& p) { return static_cast<int>(p.expanded) / 8 * p.pairs * 32; }
+
+// Writes 8 elements of the expanded rows of a head.
 template <typename T>
-__device__ __forceinline__ void ExpandFragment(const ExpandParams& p, int64_t at) {
-  const int64_t fragments = p.expanded / 8 * p.pairs * 32;
-  const int64_t head = at / fragments, fragment = at % fragments;
-  const int lane = static_cast<int>(fragment % 32), pair = static_cast<int>(fragment / 32 % p.pairs);
+__device__ __forceinline__ void ExpandFragment(const ExpandParams& p, int64_t head, int fragment) {
+  const int lane = fragment % 32, pair = fragment / 32 % p.pairs;
   const int64_t block = fragment / 32 / p.pairs;
   const auto offset_of = [&](int64_t expanded) {
     int64_t row = p.row[max(int64_t{0}, min(p.count - 1, p.first + expanded))];
@@ -39,7 +40,8 @@ __device__ __forceinline__ void ExpandFragment(const ExpandParams& p, int64_t at
     const int column = is_left ? 16 * step + LeftFragmentColumn(lane, 2 * i) : 32 * pair + FragmentColumn(lane, 2 * i);
     words[i] = column < p.D ? Pack<T>(read(from + column), read(from + column + 1)) : 0;  // D is a multiple of 8
   }
-  reinterpret_cast<uint4*>(p.to)[at] = make_uint4(words[0], words[1], words[2], words[3]);
+  reinterpret_cast<uint4*>(p.to)[head * CountFragments(p) + fragment] =
+      make_uint4(words[0], words[1], words[2], words[3]);
   if (p.column == nullptr || pair != 0 || lane % 4 != 0) return;
   p.column[head * p.expanded + own] = p.columns > p.D ? read(offset_of(own) + p.D) : 0.0f;
 }

@@ -28,7 +28,9 @@ struct ExpandParams {
   float* column = nullptr;      // [heads, expanded]: the further column, or 0; nullptr: not written, not in fp32
   float* factor = nullptr;      // the same, fp32
 };
-int LaunchExpand(const ExpandParams& params, DType dtype, void* stream);
+constexpr int kMostExpanded = 3;
+// `count` tables, at most kMostExpanded, in fp16 or bf16.
+int LaunchExpand(const ExpandParams* tables, int count, DType dtype, void* stream);
 // fp32: rows become pairs of fp16 values, [heads, expanded / 8, pairs, high and low, 32, 8], times a factor.
 int LaunchExpandFp32(const ExpandParams& params, void* stream);
 

@@ -14,19 +14,14 @@ namespace cuda {
 // Products of 16 kBlocks queries and a pair of blocks of expanded rows. read_queries(k, q) sets q to the fragments of
 // k-step k.
 template <typename T, int kHead, int kBlocks, typename ReadQueries>
-__device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, const float* column, int u, int lane,
-                                                ReadQueries read_queries, float (&x)[kBlocks][2][4]) {
+__device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, int u, ReadQueries read_queries,
+                                                float (&x)[kBlocks][2][4]) {
   using Scores = RelativeScores<kBlocks>;
   constexpr int kPairs = kHead / 32, kAtOnce = kHead <= 128 ? kPairs : 1;
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    float2 start = make_float2(0.0f, 0.0f);
-    if (column != nullptr) start = *reinterpret_cast<const float2*>(column + 16 * u + 8 * n + 2 * (lane % 4));
+  for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      x[i][n][0] = x[i][n][2] = start.x;
-      x[i][n][1] = x[i][n][3] = start.y;
-    }
+    for (int n = 0; n < 2; ++n) x[i][n][0] = x[i][n][1] = x[i][n][2] = x[i][n][3] = 0.0f;
   }
 #pragma unroll kAtOnce
   for (int k = 0; k < kPairs; ++k) {
@@ -46,65 +41,32 @@ __device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, const floa
   }
 }
 
-// Products of keys and expanded rows, two blocks of 8 keys after the other.
-template <typename T, int kHead, int kBlocks>
-class KeyProducts {
-  static constexpr int kSteps = kHead / 16, kAtOnce = kHead <= 128 ? kSteps : 2;
-  // Neighbouring blocks of keys share pairs of blocks of rows. One pair stays in registers where these suffice.
-  static constexpr bool kKeepsPair = kBlocks == 1 && kHead <= 64;
-
- public:
-  // rows, column: of the window.
-  __device__ __forceinline__ KeyProducts(const uint32_t* rows, const float* column, int lane)
-      : rows_(rows), column_(column), lane_(lane) {}
-
-  // Products of kBlocks + 1 pairs of blocks of expanded rows, from block j on, and of blocks j and j + 1 of 8 keys.
-  // Called with j = 0, 2, 4, 6. read_keys(k, j, b) sets b to the fragments of k-step k; with_keys(k, j, b) is called
-  // with them.
-  template <typename ReadKeys, typename WithKeys>
-  __device__ __forceinline__ void Multiply(int j, ReadKeys read_keys, WithKeys with_keys,
-                                           float (&z)[kBlocks + 1][2][4]) {
+// Products of kBlocks + 1 pairs of blocks of expanded rows, from block j on, and of blocks j and j + 1 of 8 keys.
+// read_keys(k, j, b) sets b to the fragments of k-step k; with_keys(k, j, b) is called with them. Neighbouring blocks
+// of keys share pairs, which the compiler keeps in registers.
+template <typename T, int kHead, int kBlocks, typename ReadKeys, typename WithKeys>
+__device__ __forceinline__ void MultiplyKeys(const uint32_t* rows, int j, ReadKeys read_keys, WithKeys with_keys,
+                                             float (&z)[kBlocks + 1][2][4]) {
+  constexpr int kSteps = kHead / 16, kAtOnce = kHead <= 128 ? kSteps : 2;
+#pragma unroll
+  for (int u = 0; u <= kBlocks; ++u) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) z[u][n][0] = z[u][n][1] = z[u][n][2] = z[u][n][3] = 0.0f;
+  }
+#pragma unroll kAtOnce
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t keys[4];
+    read_keys(k, j, keys);
 #pragma unroll
     for (int u = 0; u <= kBlocks; ++u) {
-      float low = 0.0f, high = 0.0f;
-      if (column_ != nullptr) {
-        low = column_[8 * (j + 2 * u) + lane_ / 4], high = column_[8 * (j + 2 * u + 1) + lane_ / 4];
-      }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        z[u][n][0] = z[u][n][1] = low;
-        z[u][n][2] = z[u][n][3] = high;
-      }
+      uint32_t a[4];
+      LoadConstant(a, rows + 4 * FragmentIndex(j + 2 * u, k, kHead / 32, 0));
+      Mma<T>(z[u][0], a, keys[0], keys[1]);
+      Mma<T>(z[u][1], a, keys[2], keys[3]);
     }
-#pragma unroll kAtOnce
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t keys[4], a[4];
-      read_keys(k, j, keys);
-#pragma unroll
-      for (int u = 0; u <= kBlocks; ++u) {
-        if (kKeepsPair && u == 0 && j > 0) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a[e] = pair_[k][e];
-        } else {
-          LoadConstant(a, rows_ + 4 * FragmentIndex(j + 2 * u, k, kHead / 32, 0));
-        }
-        if constexpr (kKeepsPair) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) pair_[k][e] = a[e];
-        }
-        Mma<T>(z[u][0], a, keys[0], keys[1]);
-        Mma<T>(z[u][1], a, keys[2], keys[3]);
-      }
-      with_keys(k, j, keys);
-    }
+    with_keys(k, j, keys);
   }
-
- private:
-  const uint32_t* const rows_;
-  const float* const column_;
-  const int lane_;
-  uint32_t pair_[kKeepsPair ? kSteps : 1][4];
-};
+}
 
 }  // namespace cuda
 }  // namespace stof

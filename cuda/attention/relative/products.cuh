@@ -91,6 +91,24 @@ class RelativeScores {
     }
   }
 
+  // Adds the further column of a window.
+  __device__ __forceinline__ void AddColumn(const float* column, Scores& s) const {
+    const float* const own = column + lane_ % 4 * 2 - lane_ / 4;
+    constexpr int kDiagonals = kColumns + 2 * kBlocks - 1;  // of blocks of 8 queries and 8 keys
+#pragma unroll
+    for (int d = 0; d < kDiagonals; ++d) {
+      const float of_pair[2] = {own[8 * (d + 1)], own[8 * (d + 1) + 1]};
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int block = j + 2 * kBlocks - 1 - d;  // of queries
+        if (block < 0 || block >= 2 * kBlocks) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[block / 2][j][block % 2 * 2 + e] += of_pair[e];
+      }
+      if (d % 4 == 3) __syncwarp();  // loads of all blocks at once would need more registers than there are
+    }
+  }
+
   // Adds `factor` times products by parts of positions. of_keys: they are those of keys. Pairs beyond the tensors read
   // those of the last query or key, and are masked afterwards.
   __device__ __forceinline__ void AddParts(const PartTerm& term, bool of_keys, float factor, Scores& s) const {
@@ -178,7 +196,7 @@ __device__ __forceinline__ const uint32_t* WindowRows(const BandTerm& term, int 
          4 * FragmentIndex(first / 8, 0, kPairs, lane);
 }
 __device__ __forceinline__ const float* WindowColumn(const BandTerm& term, int h, int first) {
-  return term.column == nullptr ? nullptr : term.column + h * term.column_stride_h + first;
+  return term.column + h * term.column_stride_h + first;
 }
 __device__ __forceinline__ const float* WindowFactor(const BandTerm& term, int h, int first) {
   return term.factor + h * term.column_stride_h + first;

@@ -64,17 +64,16 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
     const RelativeTerm& term = this->relative.key[i];
     if (term.band.rows != nullptr) {
       const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
-      const float* const column = WindowColumn(term.band, h_, first);
       scores.AddQueryBand(
-          [&](int u, float (&x)[S::kBlocks][2][4]) {
-            MultiplyQueries<T, kHead, S::kBlocks>(rows, column, u, lane, read_queries, x);
-          },
+          [&](int u, float (&x)[S::kBlocks][2][4]) { MultiplyQueries<T, kHead, S::kBlocks>(rows, u, read_queries, x); },
           s);
     }
+    if (term.band.column != nullptr) scores.AddColumn(WindowColumn(term.band, h_, first), s);
     if (term.part.products != nullptr) scores.AddParts(term.part, false, 1.0f, s);
   }
   const RelativeTerm& term = this->relative.query;
   if (term.part.products != nullptr) scores.AddParts(term.part, true, 1.0f, s);
+  if (term.band.column != nullptr) scores.AddColumn(WindowColumn(term.band, h_, first), s);
   if (term.band.rows == nullptr) return false;
   const uint32_t from = keys + 2 * SwizzledOffset<kHead>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const auto read_keys = [from](int k, int j, uint32_t (&b)[4]) {
@@ -89,10 +88,12 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
     }
   };
-  KeyProducts<T, kHead, S::kBlocks> products(WindowRows<kHead / 32>(term.band, h_, first, lane),
-                                             WindowColumn(term.band, h_, first), lane);
+  const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
   scores.AddKeyBand(
-      [&](int j, float (&z)[S::kBlocks + 1][2][4]) { products.Multiply(j, read_keys, multiply_queries, z); }, s);
+      [&](int j, float (&z)[S::kBlocks + 1][2][4]) {
+        MultiplyKeys<T, kHead, S::kBlocks>(rows, j, read_keys, multiply_queries, z);
+      },
+      s);
   return true;
 }
 

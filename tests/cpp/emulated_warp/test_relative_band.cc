@@ -96,7 +96,6 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_
     const cuda::RelativeScores<kBlocks> scores(p, 0, 0, row, key, lane);
     const int first = scores.First(), g = lane / 4, t = lane % 4;
     const uint32_t* const rows = cuda::WindowRows<kPairs>(term, 0, first, lane);
-    const float* const column = cuda::WindowColumn(term, 0, first);
     const auto pair = [](const std::vector<float>& x, int of, int d) {
       return Word(x[static_cast<size_t>(of * kHead + d)], x[static_cast<size_t>(of * kHead + d + 1)]);
     };
@@ -120,9 +119,11 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_
         read_keys(k, j, want);
         if (std::equal(b, b + 4, want)) blocks_of_keys += 1 << (j / 2 * 4 + k) % 16;
       };
-      cuda::KeyProducts<EmulatedBf16, kHead, kBlocks> products(rows, column, lane);
-      scores.AddKeyBand([&](int j, float (&z)[kBlocks + 1][2][4]) { products.Multiply(j, read_keys, with_keys, z); },
-                        s);
+      scores.AddKeyBand(
+          [&](int j, float (&z)[kBlocks + 1][2][4]) {
+            cuda::MultiplyKeys<EmulatedBf16, kHead, kBlocks>(rows, j, read_keys, with_keys, z);
+          },
+          s);
     } else {
       const auto read_queries = [&](int k, uint32_t (&q)[kBlocks][4]) {
         for (int i = 0; i < kBlocks; ++i) {
@@ -133,10 +134,11 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_
       };
       scores.AddQueryBand(
           [&](int u, float (&x)[kBlocks][2][4]) {
-            cuda::MultiplyQueries<EmulatedBf16, kHead, kBlocks>(rows, column, u, lane, read_queries, x);
+            cuda::MultiplyQueries<EmulatedBf16, kHead, kBlocks>(rows, u, read_queries, x);
           },
           s);
     }
+    if (has_column) scores.AddColumn(cuda::WindowColumn(term, 0, first), s);
     for (int i = 0; i < kBlocks; ++i) {
       for (int j = 0; j < 8; ++j) {
         for (int e = 0; e < 4; ++e) {
@@ -377,8 +379,9 @@ struct WholeProblem {
     expand.is_left_operand = own.is_band && of_keys ? 1 : 0;
     CHECK(own.has_column == (columns > kSize || !own.is_band));
     if (own.has_column) expand.column = reinterpret_cast<float*>(workspace.data() + own.column);
-    const int64_t fragments = own.expanded / 8 * own.pairs * 32 * own.heads;
-    for (int64_t at = 0; at < fragments; ++at) cuda::ExpandFragment<EmulatedBf16>(expand, at);
+    for (int64_t head = 0; head < own.heads; ++head) {
+      for (int i = 0; i < cuda::CountFragments(expand); ++i) cuda::ExpandFragment<EmulatedBf16>(expand, head, i);
+    }
   }
   // The term of a pair by the definition.
   float TermOf(int64_t h, int64_t i, int64_t j, bool of_keys) const {
@@ -447,11 +450,13 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
           b[word] = problem.Pair(true, h, key0 + 8 * (j + word / 2) + g, 16 * k + word % 2 * 8 + 2 * t);
         }
       };
-      cuda::KeyProducts<EmulatedBf16, kHead, 1> products(
-          cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane),
-          cuda::WindowColumn(band, static_cast<int>(h), scores.First()), lane);
       const auto nothing = [](int, int, const uint32_t (&)[4]) {};
-      scores.AddKeyBand([&](int j, float (&z)[2][2][4]) { products.Multiply(j, read_keys, nothing, z); }, s);
+      scores.AddKeyBand(
+          [&](int j, float (&z)[2][2][4]) {
+            cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(
+                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), j, read_keys, nothing, z);
+          },
+          s);
     } else {
       const auto read_queries = [&](int k, uint32_t (&q)[1][4]) {
         for (int word = 0; word < 4; ++word) {
@@ -461,10 +466,12 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
       scores.AddQueryBand(
           [&](int u, float (&y)[1][2][4]) {
             cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane),
-                cuda::WindowColumn(band, static_cast<int>(h), scores.First()), u, lane, read_queries, y);
+                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), u, read_queries, y);
           },
           s);
+    }
+    if (own.is_band && own.has_column) {
+      scores.AddColumn(cuda::WindowColumn(band, static_cast<int>(h), scores.First()), s);
     }
     for (int j = 0; j < 8; ++j) {
       for (int e = 0; e < 4; ++e) got[static_cast<size_t>((g + e / 2 * 8) * 64 + 8 * j + 2 * t + e % 2)] = s[0][j][e];
