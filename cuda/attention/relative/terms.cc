@@ -30,6 +30,7 @@ ExpandParams ExpandParamsOf(const AttentionArgs& args, const RelativeTable& tabl
 
 // Expands tables of bands, and in 16 bits all of them.
 Status Expand(const RelativeLayout& layout, const ExpandParams (&tables)[kRelativeTerms], DType dtype, void* stream) {
+  static_assert(kRelativeTerms <= kMostExpanded, "one launch expands all tables");
   ExpandParams wanted[kRelativeTerms];
   int count = 0, error = 0;
   for (int i = 0; i < kRelativeTerms; ++i) {

@@ -48,29 +48,15 @@ struct Problem {
     column = DrawIntegers(random, expanded);
     fragments.resize(static_cast<size_t>(expanded * kHead));
     left_fragments.resize(fragments.size());
-    for (int64_t pair = 0; pair < expanded / 16; ++pair) {
-      for (int k = 0; k < kHead / 16; ++k) {
-        for (int lane = 0; lane < 32; ++lane) {
-          for (int i = 0; i < 8; ++i) {
-            const int64_t row = pair * 16 + cuda::LeftFragmentRow(lane, i);
-            const int d = 16 * k + cuda::LeftFragmentColumn(lane, i);
-            left_fragments[static_cast<size_t>(cuda::FragmentIndex(2 * pair, k, kPairs, lane) * 8 + i)] =
-                ToBf16(rows[static_cast<size_t>(row * kHead + d)]);
-          }
-        }
-      }
-    }
-    for (int64_t block = 0; block < expanded / 8; ++block) {
-      for (int pair = 0; pair < kPairs; ++pair) {
-        for (int lane = 0; lane < 32; ++lane) {
-          for (int i = 0; i < 8; ++i) {
-            const int64_t row = block * 8 + cuda::FragmentRow(lane);
-            const int d = 32 * pair + cuda::FragmentColumn(lane, i);
-            fragments[static_cast<size_t>(cuda::FragmentIndex(block, pair, kPairs, lane) * 8 + i)] =
-                ToBf16(rows[static_cast<size_t>(row * kHead + d)]);
-          }
-        }
-      }
+    for (int64_t at = 0; at < expanded * kHead; ++at) {
+      const int lane = static_cast<int>(at / 8 % 32), i = static_cast<int>(at % 8);
+      const auto block = static_cast<int>(at / 256 / kPairs), pair = static_cast<int>(at / 256 % kPairs);
+      const auto element = [&](int row, int d) { return ToBf16(rows[static_cast<size_t>(row * kHead + d)]); };
+      fragments[static_cast<size_t>(at)] =
+          element(8 * block + cuda::FragmentRow(lane), 32 * pair + cuda::FragmentColumn(lane, i));
+      const int step = block % 2 * kPairs + pair;
+      left_fragments[static_cast<size_t>(at)] =
+          element(block / 2 * 16 + cuda::LeftFragmentRow(lane, i), 16 * step + cuda::LeftFragmentColumn(lane, i));
     }
   }
   float Dot(const std::vector<float>& x, int of, int64_t row, bool has_column) const {
