@@ -23,6 +23,10 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool 
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
+// 4 bytes, which stay in L1.
+__device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;"); }
 template <int kPending>
 __device__ __forceinline__ void WaitCopies() {

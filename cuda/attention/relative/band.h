@@ -35,8 +35,9 @@ STOF_HD constexpr int BandBegin(int query, int key, int queries) {
   return ExpandedRow(query + kBandQueries, key, queries);
 }
 
-// Expanded rows are stored as operands of mma.sync.m16n8k16: [heads, blocks of 8 rows, pairs of k-steps, 32 lanes, 8
-// elements]. Lane 4 g + t has elements of row g of the block.
+// Expanded rows are stored as operands of mma.sync.m16n8k16, 16 bytes a lane. Products of queries have them as the
+// right operand: [heads, blocks of 8 rows, pairs of k-steps, 32 lanes, 8 elements]. Lane 4 g + t has elements of row g
+// of the block.
 STOF_HD constexpr int FragmentRow(int lane) { return lane / 4; }
 // The column of the row, within the 32 of a pair of k-steps, that element i of a lane is.
 STOF_HD constexpr int FragmentColumn(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
@@ -44,6 +45,11 @@ STOF_HD constexpr int FragmentColumn(int lane, int i) { return i / 2 * 8 + lane 
 STOF_HD constexpr int64_t FragmentIndex(int64_t block, int pair, int pairs, int lane) {
   return (block * pairs + pair) * 32 + lane;
 }
+// Products of keys have them as the left operand, in 16 bits: [heads, blocks of 16 rows, k-steps, 32 lanes, 8
+// elements]. Both orders have the same fragments a row: that of k-step k of block b is FragmentIndex(2 b, k, pairs,
+// lane).
+STOF_HD constexpr int LeftFragmentRow(int lane, int i) { return lane / 4 + i / 2 % 2 * 8; }
+STOF_HD constexpr int LeftFragmentColumn(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
 // ---- products of queries: accumulators have queries as rows and expanded rows as columns ----
 // Lane 4 g + t has columns 2 t and 2 t + 1 of rows g and g + 8. For block j of 8 keys, row g + 8 reads blocks j and j +

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cuda/attention/relative/expand.cuh"
 #include "cuda/attention/relative/expand.h"
@@ -14,12 +15,25 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMostCtas = int64_t{1} << 20;  // then each takes several of its items
 
+struct ExpandTables {
+  ExpandParams table[kMostExpanded];
+  int ctas[kMostExpanded];  // in front of those of the table behind it
+};
+
+// CTAs of a head take kThreads fragments each.
+int64_t CountExpandCtas(const ExpandParams& p) {
+  return int64_t{p.heads} * ((CountFragments(p) + kThreads - 1) / kThreads);
+}
+
 template <typename T>
-__global__ void __launch_bounds__(kThreads) ExpandKernel(const __grid_constant__ ExpandParams p) {
-  const int64_t all = p.expanded / 8 * p.pairs * 32 * p.heads;
-  for (int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x; at < all; at += int64_t{gridDim.x} * kThreads) {
-    ExpandFragment<T>(p, at);
-  }
+__global__ void __launch_bounds__(kThreads) ExpandKernel(const __grid_constant__ ExpandTables tables) {
+  const int cta = static_cast<int>(blockIdx.x);
+  const int i = cta < tables.ctas[0] ? 0 : cta < tables.ctas[1] ? 1 : 2;
+  const ExpandParams& p = tables.table[i];
+  const int own = i == 0 ? cta : cta - tables.ctas[i - 1], fragments = CountFragments(p);
+  const int ctas = (fragments + kThreads - 1) / kThreads;
+  const int fragment = own % ctas * kThreads + static_cast<int>(threadIdx.x);
+  if (fragment < fragments) ExpandFragment<T>(p, own / ctas, fragment);
 }
 
 constexpr int kRowsOfCta = kThreads / 32 * 16;  // 16 of a warp
@@ -42,10 +56,21 @@ int Launch(const Params& params, int64_t ctas, void* stream) {
 
 }  // namespace
 
-int LaunchExpand(const ExpandParams& params, DType dtype, void* stream) {
-  const int64_t ctas = (params.expanded / 8 * params.pairs * 32 * params.heads + kThreads - 1) / kThreads;
-  return dtype == DType::kBF16 ? Launch<ExpandParams, ExpandKernel<__nv_bfloat16>>(params, ctas, stream)
-                               : Launch<ExpandParams, ExpandKernel<__half>>(params, ctas, stream);
+int LaunchExpand(const ExpandParams* tables, int count, DType dtype, void* stream) {
+  ExpandTables all;
+  int64_t ctas = 0;
+  for (int i = 0; i < kMostExpanded; ++i) {
+    if (i < count) {
+      all.table[i] = tables[i];
+      ctas += CountExpandCtas(tables[i]);
+    }
+    if (ctas > std::numeric_limits<int>::max()) return static_cast<int>(cudaErrorInvalidConfiguration);
+    all.ctas[i] = static_cast<int>(ctas);
+  }
+  if (ctas == 0) return 0;
+  const auto grid = static_cast<unsigned>(ctas);
+  return dtype == DType::kBF16 ? LaunchKernel<ExpandTables, ExpandKernel<__nv_bfloat16>>(all, grid, kThreads, 0, stream)
+                               : LaunchKernel<ExpandTables, ExpandKernel<__half>>(all, grid, kThreads, 0, stream);
 }
 
 int LaunchPartProducts(const PartProductParams& params, DType dtype, void* stream) {

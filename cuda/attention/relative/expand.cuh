@@ -12,28 +12,38 @@
 namespace stof {
 namespace cuda {
 
-// Writes 8 elements of an expanded row: fragment `at` of all.
+// Of a head: each has 8 elements.
+STOF_HD constexpr int CountFragments(const ExpandParams& p) { return static_cast<int>(p.expanded) / 8 * p.pairs * 32; }
+
+// Writes 8 elements of the expanded rows of a head.
 template <typename T>
-__device__ __forceinline__ void ExpandFragment(const ExpandParams& p, int64_t at) {
-  const int64_t fragments = p.expanded / 8 * p.pairs * 32;
-  const int64_t head = at / fragments, fragment = at % fragments;
-  const int lane = static_cast<int>(fragment % 32), pair = static_cast<int>(fragment / 32 % p.pairs);
-  const int64_t expanded = fragment / 32 / p.pairs * 8 + FragmentRow(lane);
-  int64_t row = p.row[max(int64_t{0}, min(p.count - 1, p.first + expanded))];
-  if (p.is_reversed != 0) row = p.rows - 1 - row;
-  const int64_t from = head * p.stride_h + row * p.columns;
-  const auto read = [&](int column) {
-    return p.is_float != 0 ? static_cast<const float*>(p.table)[from + column]
-                           : ToFloat(static_cast<const T*>(p.table)[from + column]);
+__device__ __forceinline__ void ExpandFragment(const ExpandParams& p, int64_t head, int fragment) {
+  const int lane = fragment % 32, pair = fragment / 32 % p.pairs;
+  const int64_t block = fragment / 32 / p.pairs;
+  const auto offset_of = [&](int64_t expanded) {
+    int64_t row = p.row[max(int64_t{0}, min(p.count - 1, p.first + expanded))];
+    if (p.is_reversed != 0) row = p.rows - 1 - row;
+    return head * p.stride_h + row * p.columns;
   };
+  const auto read = [&](int64_t i) {
+    return p.is_float != 0 ? static_cast<const float*>(p.table)[i] : ToFloat(static_cast<const T*>(p.table)[i]);
+  };
+  const bool is_left = p.is_left_operand != 0;
+  // Of words 0 and 2, and of words 1 and 3.
+  const int64_t own = 8 * block + FragmentRow(lane), left = block / 2 * 16 + LeftFragmentRow(lane, 0);
+  const int64_t even = offset_of(is_left ? left : own), odd = is_left ? offset_of(left + 8) : even;
+  const int step = static_cast<int>(block % 2) * p.pairs + pair;
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int column = 32 * pair + FragmentColumn(lane, 2 * i);  // D is a multiple of 8
-    words[i] = column < p.D ? Pack<T>(read(column), read(column + 1)) : 0;
+    const int64_t from = i % 2 == 0 ? even : odd;
+    const int column = is_left ? 16 * step + LeftFragmentColumn(lane, 2 * i) : 32 * pair + FragmentColumn(lane, 2 * i);
+    words[i] = column < p.D ? Pack<T>(read(from + column), read(from + column + 1)) : 0;  // D is a multiple of 8
   }
-  reinterpret_cast<uint4*>(p.to)[at] = make_uint4(words[0], words[1], words[2], words[3]);
-  if (pair == 0 && lane % 4 == 0) p.column[head * p.expanded + expanded] = p.columns > p.D ? read(p.D) : 0.0f;
+  reinterpret_cast<uint4*>(p.to)[head * CountFragments(p) + fragment] =
+      make_uint4(words[0], words[1], words[2], words[3]);
+  if (p.column == nullptr || pair != 0 || lane % 4 != 0) return;
+  p.column[head * p.expanded + own] = p.columns > p.D ? read(offset_of(own) + p.D) : 0.0f;
 }
 
 // The products of rows [row0, row0 + 16) of a head of x and all expanded rows, by a warp.

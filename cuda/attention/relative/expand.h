@@ -20,14 +20,17 @@ struct ExpandParams {
   int32_t D = 0;  // elements of a row in products; a column behind them is added
   const int32_t* row = nullptr;
   int64_t first = 0, count = 0;
-  int32_t is_reversed = 0;  // rows are counted from the last one
-  int32_t pairs = 0;        // pairs of k-steps: elements from D on are 0
-  int64_t expanded = 0;     // rows of the result, a multiple of 8
-  void* to = nullptr;       // [heads, expanded / 8, pairs, 32, 8]
-  float* column = nullptr;  // [heads, expanded]: the further column, or 0
-  float* factor = nullptr;  // the same, fp32
+  int32_t is_reversed = 0;      // rows are counted from the last one
+  int32_t pairs = 0;            // pairs of k-steps: elements from D on are 0
+  int64_t expanded = 0;         // rows of the result, a multiple of 8
+  void* to = nullptr;           // [heads, expanded / 8, pairs, 32, 8]
+  int32_t is_left_operand = 0;  // of products of keys (band.h); not in fp32
+  float* column = nullptr;      // [heads, expanded]: the further column, or 0; nullptr: not written, not in fp32
+  float* factor = nullptr;      // the same, fp32
 };
-int LaunchExpand(const ExpandParams& params, DType dtype, void* stream);
+constexpr int kMostExpanded = 3;
+// `count` tables, at most kMostExpanded, in fp16 or bf16.
+int LaunchExpand(const ExpandParams* tables, int count, DType dtype, void* stream);
 // fp32: rows become pairs of fp16 values, [heads, expanded / 8, pairs, high and low, 32, 8], times a factor.
 int LaunchExpandFp32(const ExpandParams& params, void* stream);
 

@@ -43,7 +43,8 @@ Status PlanRelative(const AttentionArgs& args, int head_size, RelativeLayout* la
     if (term.heads > 1) term.row_stride_h = row_bytes, term.column_stride_h = term.expanded;
     if (term.is_band || !is_fp32) {
       term.rows = take(term.heads * row_bytes);
-      term.column = take(term.heads * term.expanded * 4);
+      term.has_column = is_fp32 || !term.is_band || table.columns > shape.D;
+      if (term.has_column) term.column = take(term.heads * term.expanded * 4);
     }
     if (term.is_band && is_fp32) term.factor = take(term.heads * term.expanded * 4);
     if (!term.is_band) term.products = take(shape.B * shape.H * (i == 2 ? shape.T : shape.S) * term.expanded * 4);

@@ -14,18 +14,14 @@ namespace cuda {
 // Products of 16 kBlocks queries and a pair of blocks of expanded rows. read_queries(k, q) sets q to the fragments of
 // k-step k.
 template <typename T, int kHead, int kBlocks, typename ReadQueries>
-__device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, const float* column, int u, int lane,
-                                                ReadQueries read_queries, float (&x)[kBlocks][2][4]) {
+__device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, int u, ReadQueries read_queries,
+                                                float (&x)[kBlocks][2][4]) {
   using Scores = RelativeScores<kBlocks>;
   constexpr int kPairs = kHead / 32, kAtOnce = kHead <= 128 ? kPairs : 1;
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const float2 start = *reinterpret_cast<const float2*>(column + 16 * u + 8 * n + 2 * (lane % 4));
+  for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      x[i][n][0] = x[i][n][2] = start.x;
-      x[i][n][1] = x[i][n][3] = start.y;
-    }
+    for (int n = 0; n < 2; ++n) x[i][n][0] = x[i][n][1] = x[i][n][2] = x[i][n][3] = 0.0f;
   }
 #pragma unroll kAtOnce
   for (int k = 0; k < kPairs; ++k) {
@@ -46,37 +42,29 @@ __device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, const floa
 }
 
 // Products of kBlocks + 1 pairs of blocks of expanded rows, from block j on, and of blocks j and j + 1 of 8 keys.
-// read_keys(k, j, b) sets b to the fragments of k-step k.
-template <typename T, int kHead, int kBlocks, typename ReadKeys>
-__device__ __forceinline__ void MultiplyKeys(const uint32_t* rows, const float* column, int j, int lane,
-                                             ReadKeys read_keys, float (&z)[kBlocks + 1][2][4]) {
-  constexpr int kPairs = kHead / 32, kAtOnce = kHead <= 128 ? kPairs : 1;
+// read_keys(k, j, b) sets b to the fragments of k-step k; with_keys(k, j, b) is called with them. Neighbouring blocks
+// of keys share pairs, which the compiler keeps in registers.
+template <typename T, int kHead, int kBlocks, typename ReadKeys, typename WithKeys>
+__device__ __forceinline__ void MultiplyKeys(const uint32_t* rows, int j, ReadKeys read_keys, WithKeys with_keys,
+                                             float (&z)[kBlocks + 1][2][4]) {
+  constexpr int kSteps = kHead / 16, kAtOnce = kHead <= 128 ? kSteps : 2;
 #pragma unroll
   for (int u = 0; u <= kBlocks; ++u) {
-    const float low = column[8 * (j + 2 * u) + lane / 4], high = column[8 * (j + 2 * u + 1) + lane / 4];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      z[u][n][0] = z[u][n][1] = low;
-      z[u][n][2] = z[u][n][3] = high;
-    }
+    for (int n = 0; n < 2; ++n) z[u][n][0] = z[u][n][1] = z[u][n][2] = z[u][n][3] = 0.0f;
   }
 #pragma unroll kAtOnce
-  for (int k = 0; k < kPairs; ++k) {
-    uint32_t keys[2][4];
-    read_keys(2 * k, j, keys[0]);
-    read_keys(2 * k + 1, j, keys[1]);
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t keys[4];
+    read_keys(k, j, keys);
 #pragma unroll
     for (int u = 0; u <= kBlocks; ++u) {
-      uint32_t low[4], high[4];
-      LoadConstant(low, rows + 4 * FragmentIndex(j + 2 * u, k, kPairs, 0));
-      LoadConstant(high, rows + 4 * FragmentIndex(j + 2 * u + 1, k, kPairs, 0));
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        const uint32_t a[4] = {low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]};
-        Mma<T>(z[u][0], a, keys[step][0], keys[step][1]);
-        Mma<T>(z[u][1], a, keys[step][2], keys[step][3]);
-      }
+      uint32_t a[4];
+      LoadConstant(a, rows + 4 * FragmentIndex(j + 2 * u, k, kHead / 32, 0));
+      Mma<T>(z[u][0], a, keys[0], keys[1]);
+      Mma<T>(z[u][1], a, keys[2], keys[3]);
     }
+    with_keys(k, j, keys);
   }
 }
 

@@ -11,7 +11,7 @@ namespace cuda {
 // A term that is a function of the distance of key and query: the expanded table (band.h). rows nullptr: there is none.
 struct BandTerm {
   const void* rows = nullptr;     // [heads, blocks, pairs of k-steps, 32, 8], of the type of query
-  const float* column = nullptr;  // [heads, expanded rows]: added to the products
+  const float* column = nullptr;  // [heads, expanded rows]: added to the products; nullptr: 0, not in fp32
   const float* factor = nullptr;  // the same, fp32: row = (high + low) * factor
   int64_t row_stride_h = 0;       // in bytes; 0: all heads share one table
   int64_t column_stride_h = 0;    // of column and factor, in elements

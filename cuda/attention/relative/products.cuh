@@ -91,29 +91,78 @@ class RelativeScores {
     }
   }
 
+  // Adds the further column of a window.
+  __device__ __forceinline__ void AddColumn(const float* column, Scores& s) const {
+    const float* const own = column + lane_ % 4 * 2 - lane_ / 4;
+    constexpr int kDiagonals = kColumns + 2 * kBlocks - 1;  // of blocks of 8 queries and 8 keys
+#pragma unroll
+    for (int d = 0; d < kDiagonals; ++d) {
+      const float of_pair[2] = {own[8 * (d + 1)], own[8 * (d + 1) + 1]};
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int block = j + 2 * kBlocks - 1 - d;  // of queries
+        if (block < 0 || block >= 2 * kBlocks) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[block / 2][j][block % 2 * 2 + e] += of_pair[e];
+      }
+      if (d % 4 == 3) __syncwarp();  // loads of all blocks at once would need more registers than there are
+    }
+  }
+
   // Adds `factor` times products by parts of positions. of_keys: they are those of keys. Pairs beyond the tensors read
   // those of the last query or key, and are masked afterwards.
   __device__ __forceinline__ void AddParts(const PartTerm& term, bool of_keys, float factor, Scores& s) const {
     const int64_t head = static_cast<int64_t>(b_) * p_.H + h_;
     const float* const products = term.products + head * (of_keys ? p_.T : p_.S) * term.columns + term.offset;
+    const float* of_query[kBlocks][2];  // products of the lane's queries; of keys: those of any key
+    int query_part[kBlocks][2];
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = min(row_ + 16 * i + lane_ / 4 + 8 * r, p_.S - 1);
-        const float* const own =
-            products + (of_keys ? 0 : static_cast<int64_t>(row) * term.columns) - term.query_part[row];
+        query_part[i][r] = term.query_part[row];
+        of_query[i][r] = products + static_cast<int64_t>(row) * term.columns - query_part[i][r];
+      }
+    }
+    if (!of_keys) {
+      // The keys of a tile may have one part, as those of a row of a grid do: then a row has one product.
+      const int first = term.key_part[min(key_, p_.T - 1)];
+      const bool is_one = term.key_part[min(key_ + lane_, p_.T - 1)] == first &&
+                          term.key_part[min(key_ + lane_ + 32, p_.T - 1)] == first;
+      if (__all_sync(~0u, is_one) != 0) {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
+        for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = min(key_ + 8 * j + lane_ % 4 * 2 + e, p_.T - 1);
-            const int64_t at = (of_keys ? static_cast<int64_t>(key) * term.columns : 0) + term.key_part[key];
-            s[i][j][2 * r + e] = fmaf(factor, own[at], s[i][j][2 * r + e]);
+          for (int r = 0; r < 2; ++r) {
+            const float product = of_query[i][r][first];
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) s[i][j][2 * r + e] = fmaf(factor, product, s[i][j][2 * r + e]);
+            }
           }
         }
-        __syncwarp();  // loads of all rows at once would need more registers than there are
+        return;
       }
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int key = min(key_ + 8 * j + lane_ % 4 * 2 + e, p_.T - 1);
+        const int key_part = term.key_part[key];
+        const float* const of_key = products + static_cast<int64_t>(key) * term.columns + key_part;
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float product = of_keys ? of_key[-query_part[i][r]] : of_query[i][r][key_part];
+            s[i][j][2 * r + e] = fmaf(factor, product, s[i][j][2 * r + e]);
+          }
+        }
+      }
+      if (j % 2 != 0) __syncwarp();  // more loads at once would need more registers than there are
     }
   }
 

@@ -23,14 +23,26 @@ ExpandParams ExpandParamsOf(const AttentionArgs& args, const RelativeTable& tabl
   p.is_reversed = table.index.is_reversed ? 1 : 0;
   p.pairs = layout.pairs, p.expanded = layout.expanded;
   p.to = workspace + layout.rows;
-  p.column = reinterpret_cast<float*>(workspace + layout.column);
+  p.column = layout.has_column ? reinterpret_cast<float*>(workspace + layout.column) : nullptr;
   p.factor = reinterpret_cast<float*>(workspace + layout.factor);
   return p;
 }
 
-Status Expand(const ExpandParams& params, DType dtype, void* stream) {
-  const int error = dtype == DType::kF32 ? LaunchExpandFp32(params, stream) : LaunchExpand(params, dtype, stream);
-  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that expands a table of relative positions");
+// Expands tables of bands, and in 16 bits all of them.
+Status Expand(const RelativeLayout& layout, const ExpandParams (&tables)[kRelativeTerms], DType dtype, void* stream) {
+  static_assert(kRelativeTerms <= kMostExpanded, "one launch expands all tables");
+  ExpandParams wanted[kRelativeTerms];
+  int count = 0, error = 0;
+  for (int i = 0; i < kRelativeTerms; ++i) {
+    const RelativeTermLayout& own = layout.terms[i];
+    if (own.is_given && (own.is_band || dtype != DType::kF32)) wanted[count++] = tables[i];
+  }
+  if (dtype != DType::kF32) {
+    error = LaunchExpand(wanted, count, dtype, stream);
+  } else {
+    for (int i = 0; i < count && error == 0; ++i) error = LaunchExpandFp32(wanted[i], stream);
+  }
+  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that expands tables of relative positions");
 }
 
 // Of queries, or with of_keys of keys. In fp32 by the table, else by its expanded rows.
@@ -59,14 +71,22 @@ Status PrepareRelative(const AttentionArgs& args, const RelativeLayout& layout, 
                        void* workspace, void* stream, RelativeParams* params) {
   *params = RelativeParams();
   char* const base = static_cast<char*>(workspace);
+  ExpandParams tables[kRelativeTerms];
+  for (int i = 0; i < kRelativeTerms; ++i) {
+    const RelativeTermLayout& own = layout.terms[i];
+    if (!own.is_given) continue;
+    const DeviceRowsEntry* const entry = rows.terms[i].get();
+    tables[i] =
+        ExpandParamsOf(args, RelativeTermOf(args.scores, i), own, entry == nullptr ? nullptr : entry->row(), base);
+    tables[i].is_left_operand = own.is_band && i == 2 ? 1 : 0;
+  }
+  STOF_RETURN_IF_ERROR(Expand(layout, tables, args.shape.dtype, stream));
   for (int i = 0; i < kRelativeTerms; ++i) {
     const RelativeTermLayout& own = layout.terms[i];
     if (!own.is_given) continue;
     const RelativeTable& table = RelativeTermOf(args.scores, i);
     const DeviceRowsEntry* const entry = rows.terms[i].get();
-    const ExpandParams expand = ExpandParamsOf(args, table, own, entry == nullptr ? nullptr : entry->row(), base);
-    const DType dtype = args.shape.dtype;
-    if (own.is_band || dtype != DType::kF32) STOF_RETURN_IF_ERROR(Expand(expand, dtype, stream));
+    const ExpandParams& expand = tables[i];
     RelativeTerm* const term = i == 2 ? &params->query : &params->key[i];
     if (own.is_band) {
       term->band = {expand.to, expand.column, expand.factor, own.row_stride_h, own.column_stride_h};

@@ -185,6 +185,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   __device__ void ProcessTiles(bool unmasked) {
     int i = begin_;
     KvTile entry = Next(&i, unmasked);
+    if constexpr (kRelative) PrefetchRelativeRows(entry.tile, false);
     FetchKeys(entry.tile, 0);
     if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
     if constexpr (S::kQueriesInRegisters) {
@@ -197,6 +198,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
       if constexpr (S::kStages == 2) {
         WaitCopies<0>();
         __syncthreads();
+        if constexpr (kRelative) PrefetchRelativeRows(next.tile, next.tile == entry.tile + 1);
         FetchKeys(next.tile, stage ^ 1);
         FetchValues(next.tile, stage ^ 1);
         Scores(entry.tile, Keys(stage), s);
@@ -213,6 +215,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
         Scores(entry.tile, Keys(0), s);
         WaitCopies<0>();
         __syncthreads();
+        if constexpr (kRelative) PrefetchRelativeRows(next.tile, next.tile == entry.tile + 1);
         FetchKeys(next.tile, 0);
         Bits bits;
         ApplyMaskAndBias(entry, &bits, unmasked, s);
@@ -270,7 +273,8 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   // cuda/attention/sm80/relative.cuh
-  __device__ __forceinline__ void AddRelativeTerms(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
+  __device__ __forceinline__ void PrefetchRelativeRows(int tile, bool follows) const;
+  __device__ __forceinline__ bool AddRelativeTerms(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
                                                    float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ bool RaiseMax(float (&s)[S::kBlocks][kColumns][4]);
@@ -396,7 +400,8 @@ int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, in
   if constexpr (kRelative) copy.relative = relative;
   const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
   return LaunchKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-      copy, static_cast<unsigned>(items), S::kThreads, S::SharedBytes(stages), stream);
+      copy, static_cast<unsigned>(items), S::kThreads, Sm80SharedBytes<kHead, kScoreMod, kRows, kRelative>(stages),
+      stream);
 }
 
 }  // namespace cuda

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/attention/params.h"
+#include "cuda/common/host_device.h"
 #include "cuda/common/math.h"
 #include "cuda/common/mma_sm80.cuh"
 
@@ -39,7 +40,9 @@ struct Sm80Shape {
   static constexpr int kBlocks = kM / kWarps / 16;  // blocks of 16 rows of a warp
   static constexpr int kChunks = kHead / 8;         // chunks of 16 bytes of a row
   static constexpr int kStage = kN * kHead;         // elements
-  static constexpr int SharedBytes(int stages) { return 2 * (kM * kHead + (stages == 0 ? 1 : 2 * stages) * kStage); }
+  STOF_HD static constexpr int SharedBytes(int stages) {
+    return 2 * (kM * kHead + (stages == 0 ? 1 : 2 * stages) * kStage);
+  }
   // CTAs an SM.
   static constexpr int kSmall = kHead > 64 ? 2 : kScoreMod ? 4 : 3;
   static constexpr int kCtas = kM < kTileRows ? kSmall : kLargeHead ? 1 : 2;
@@ -49,6 +52,13 @@ struct Sm80Shape {
 template <int kHead, bool kScoreMod, int kRows, bool kRelative>
 constexpr int Sm80Ctas =
     kRelative && Sm80Shape<kHead, kScoreMod, kRows>::kCtas > 3 ? 3 : Sm80Shape<kHead, kScoreMod, kRows>::kCtas;
+
+// Behind the buffers, relative terms have 4 bytes a thread, which prefetches write to.
+template <int kHead, bool kScoreMod, int kRows, bool kRelative>
+constexpr int Sm80SharedBytes(int stages) {
+  using S = Sm80Shape<kHead, kScoreMod, kRows>;
+  return S::SharedBytes(stages) + (kRelative ? 4 * S::kThreads : 0);
+}
 
 // The element offset of chunk c of a row, swizzled: the chunks of a column are in different banks.
 template <int kHead>

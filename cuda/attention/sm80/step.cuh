@@ -20,7 +20,9 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
     }
   }
-  if constexpr (kRelative) AddRelativeTerms(tile, keys, s);
+  if constexpr (kRelative) {
+    if (AddRelativeTerms(tile, keys, s)) return;
+  }
   const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
   constexpr int kAtOnce = S::kLargeHead ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would need more registers
 #pragma unroll kAtOnce

@@ -18,7 +18,9 @@ constexpr Sm80CtaSize MakeSm80CtaSize() {
   size.rows = kRows;
   size.ctas_per_sm = Sm80Ctas<kHead, kScoreMod, kRows, kRelative>;
   size.most_stages = S::kStages;
-  for (int stages = 0; stages <= S::kStages; ++stages) size.shared_bytes[stages] = S::SharedBytes(stages);
+  for (int stages = 0; stages <= S::kStages; ++stages) {
+    size.shared_bytes[stages] = Sm80SharedBytes<kHead, kScoreMod, kRows, kRelative>(stages);
+  }
   size.launch = LaunchSm80<kHead, T, kScoreMod, kRows, kRelative>;
   return size;
 }

@@ -385,11 +385,11 @@ TEST(CudaRelativeTermsThatAreRefused) {
     const Status status = problem.Run(nullptr);
     CHECK(!status.ok() && status.message().find("relative_value") != std::string::npos, status.message());
   }
-  // Products by parts of positions with too many rows.
+  // Products by parts of positions with too many rows: k // 3 has 4100 values.
   c = SomeCase();
-  c.base.S = 1100, c.base.T = 1100, c.base.B = c.base.H = c.base.G = 1, c.base.mask = 0;
+  c.base.S = 20, c.base.T = 12300, c.base.B = c.base.H = c.base.G = 1, c.base.mask = 0;
   c.key[1].is_given = c.query.is_given = false;
-  c.key[0].naming = Naming::kAny;
+  c.key[0].naming = Naming::kKeys;
   DeviceProblem problem(c, 9);
   const Status status = problem.Run(nullptr);
   CHECK(!status.ok() && status.message().find("parts of positions") != std::string::npos, status.message());

@@ -98,6 +98,15 @@ inline float __shfl_sync(unsigned, float value, int source) {
   warp.Sync();
   return got;
 }
+inline int __all_sync(unsigned, bool value) {
+  auto& warp = *stof::test::emulated::Warp::Current();
+  warp.slots[stof::test::emulated::Warp::Lane()].value = value ? 1.0f : 0.0f;
+  warp.Sync();
+  bool all = true;
+  for (const auto& slot : warp.slots) all = all && slot.value != 0.0f;
+  warp.Sync();
+  return all ? 1 : 0;
+}
 inline void __syncwarp() {}
 
 namespace stof {

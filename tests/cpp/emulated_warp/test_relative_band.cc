@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The relative terms of a tile of scores as the sm80 kernels compute them, by the code of the device on an emulated
 // warp: expanded tables, fragments, matmuls and skew.
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -36,7 +38,7 @@ std::vector<float> DrawIntegers(Random* random, int64_t count) {
 struct Problem {
   int S, T;
   std::vector<float> query, key, rows, column;  // [padded S, kHead], [padded T, kHead], [expanded, kHead], [expanded]
-  std::vector<uint16_t> fragments;
+  std::vector<uint16_t> fragments, left_fragments;
 
   Problem(int queries, int keys, Random* random) : S(queries), T(keys) {
     const int64_t expanded = cuda::ExpandedRows(S, T);
@@ -45,21 +47,20 @@ struct Problem {
     rows = DrawIntegers(random, expanded * kHead);
     column = DrawIntegers(random, expanded);
     fragments.resize(static_cast<size_t>(expanded * kHead));
-    for (int64_t block = 0; block < expanded / 8; ++block) {
-      for (int pair = 0; pair < kPairs; ++pair) {
-        for (int lane = 0; lane < 32; ++lane) {
-          for (int i = 0; i < 8; ++i) {
-            const int64_t row = block * 8 + cuda::FragmentRow(lane);
-            const int d = 32 * pair + cuda::FragmentColumn(lane, i);
-            fragments[static_cast<size_t>(cuda::FragmentIndex(block, pair, kPairs, lane) * 8 + i)] =
-                ToBf16(rows[static_cast<size_t>(row * kHead + d)]);
-          }
-        }
-      }
+    left_fragments.resize(fragments.size());
+    for (int64_t at = 0; at < expanded * kHead; ++at) {
+      const int lane = static_cast<int>(at / 8 % 32), i = static_cast<int>(at % 8);
+      const auto block = static_cast<int>(at / 256 / kPairs), pair = static_cast<int>(at / 256 % kPairs);
+      const auto element = [&](int row, int d) { return ToBf16(rows[static_cast<size_t>(row * kHead + d)]); };
+      fragments[static_cast<size_t>(at)] =
+          element(8 * block + cuda::FragmentRow(lane), 32 * pair + cuda::FragmentColumn(lane, i));
+      const int step = block % 2 * kPairs + pair;
+      left_fragments[static_cast<size_t>(at)] =
+          element(block / 2 * 16 + cuda::LeftFragmentRow(lane, i), 16 * step + cuda::LeftFragmentColumn(lane, i));
     }
   }
-  float Dot(const std::vector<float>& x, int of, int64_t row) const {
-    float sum = column[static_cast<size_t>(row)];
+  float Dot(const std::vector<float>& x, int of, int64_t row, bool has_column) const {
+    float sum = has_column ? column[static_cast<size_t>(row)] : 0.0f;
     for (int d = 0; d < kHead; ++d) {
       sum += x[static_cast<size_t>(of * kHead + d)] * rows[static_cast<size_t>(row * kHead + d)];
     }
@@ -69,17 +70,18 @@ struct Problem {
 
 // Adds a term to the scores of 16 kBlocks queries from `row` on and 64 keys from `key` on, and compares all of them.
 template <int kBlocks>
-void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
+void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_column) {
   cuda::AttentionParams p;
   p.B = p.H = p.G = 1, p.S = problem.S, p.T = problem.T;
   cuda::BandTerm term;
-  term.rows = problem.fragments.data(), term.column = problem.column.data();
+  term.rows = of_keys ? problem.left_fragments.data() : problem.fragments.data();
+  if (has_column) term.column = problem.column.data();
+  std::atomic<int> blocks_of_keys{0};
   std::vector<float> got(static_cast<size_t>(16 * kBlocks * 64));
   emulated::Warp::Run([&](int lane) {
     const cuda::RelativeScores<kBlocks> scores(p, 0, 0, row, key, lane);
     const int first = scores.First(), g = lane / 4, t = lane % 4;
     const uint32_t* const rows = cuda::WindowRows<kPairs>(term, 0, first, lane);
-    const float* const column = cuda::WindowColumn(term, 0, first);
     const auto pair = [](const std::vector<float>& x, int of, int d) {
       return Word(x[static_cast<size_t>(of * kHead + d)], x[static_cast<size_t>(of * kHead + d + 1)]);
     };
@@ -97,9 +99,15 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
           }
         }
       };
+      // Each fragment of keys comes once.
+      const auto with_keys = [&](int k, int j, const uint32_t (&b)[4]) {
+        uint32_t want[4];
+        read_keys(k, j, want);
+        if (std::equal(b, b + 4, want)) blocks_of_keys += 1 << (j / 2 * 4 + k) % 16;
+      };
       scores.AddKeyBand(
           [&](int j, float (&z)[kBlocks + 1][2][4]) {
-            cuda::MultiplyKeys<EmulatedBf16, kHead, kBlocks>(rows, column, j, lane, read_keys, z);
+            cuda::MultiplyKeys<EmulatedBf16, kHead, kBlocks>(rows, j, read_keys, with_keys, z);
           },
           s);
     } else {
@@ -112,10 +120,11 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
       };
       scores.AddQueryBand(
           [&](int u, float (&x)[kBlocks][2][4]) {
-            cuda::MultiplyQueries<EmulatedBf16, kHead, kBlocks>(rows, column, u, lane, read_queries, x);
+            cuda::MultiplyQueries<EmulatedBf16, kHead, kBlocks>(rows, u, read_queries, x);
           },
           s);
     }
+    if (has_column) scores.AddColumn(cuda::WindowColumn(term, 0, first), s);
     for (int i = 0; i < kBlocks; ++i) {
       for (int j = 0; j < 8; ++j) {
         for (int e = 0; e < 4; ++e) {
@@ -124,11 +133,12 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys) {
       }
     }
   });
+  CHECK(blocks_of_keys == (of_keys ? 32 * 0xffff : 0));
   for (int r = 0; r < 16 * kBlocks; ++r) {
     for (int c = 0; c < 64; ++c) {
       const int64_t expanded = cuda::ExpandedRow(row + r, key + c, problem.S);
       const float term_of_pair =
-          of_keys ? problem.Dot(problem.key, key + c, expanded) : problem.Dot(problem.query, row + r, expanded);
+          problem.Dot(of_keys ? problem.key : problem.query, of_keys ? key + c : row + r, expanded, has_column);
       CHECK(got[static_cast<size_t>(r * 64 + c)] == 1000.0f + term_of_pair, "query ", row + r, ", key ", key + c,
             of_keys ? ", of keys: " : ", of queries: ", got[static_cast<size_t>(r * 64 + c)], ", expected ",
             1000.0f + term_of_pair);
@@ -143,12 +153,14 @@ TEST(RelativeBandsOfTiles) {
     // The first and the last band of all, and one between.
     const int last_row = cuda::PaddedQueries(S), last_key = cuda::PaddedKeys(problem.T) - 64;
     for (const bool of_keys : {false, true}) {
-      CheckTile<1>(problem, 0, last_key, of_keys);
-      CheckTile<1>(problem, last_row - 16, 0, of_keys);
-      CheckTile<1>(problem, 48, 64, of_keys);
-      CheckTile<2>(problem, 0, last_key, of_keys);
-      CheckTile<2>(problem, last_row - 32, 0, of_keys);
-      CheckTile<2>(problem, 32, 0, of_keys);
+      for (const bool has_column : {false, true}) {
+        CheckTile<1>(problem, 0, last_key, of_keys, has_column);
+        CheckTile<1>(problem, last_row - 16, 0, of_keys, has_column);
+        CheckTile<1>(problem, 48, 64, of_keys, has_column);
+        CheckTile<2>(problem, 0, last_key, of_keys, has_column);
+        CheckTile<2>(problem, last_row - 32, 0, of_keys, has_column);
+        CheckTile<2>(problem, 32, 0, of_keys, has_column);
+      }
     }
   }
 }
@@ -277,7 +289,9 @@ TEST(ProductsByPartsOfPositions) {
   std::vector<int32_t> key_part, query_part;
   for (int j = 0; j < kT; ++j) key_part.push_back(13 - j / 5);
   for (int i = 0; i < kS; ++i) query_part.push_back(i % 4);
-  for (const bool of_keys : {false, true}) {
+  for (int turn = 0; turn < 4; ++turn) {
+    const bool of_keys = turn % 2 != 0;
+    if (turn == 2) key_part.assign(kT, 11);  // one part for all keys
     const std::vector<float> products = DrawIntegers(&random, int64_t{p.B} * p.H * (of_keys ? kT : kS) * kColumns);
     cuda::PartTerm term;
     term.products = products.data(), term.columns = kColumns, term.offset = 3;
@@ -307,7 +321,7 @@ TEST(ProductsByPartsOfPositions) {
 // From an expression to the term of a pair: rows of a run, the workspace, expansion, products and skew.
 struct WholeProblem {
   AttentionArgs args;
-  std::vector<float> query, key, table;  // [H, S, D], [G, T, D], [heads, rows, D + 1]
+  std::vector<float> query, key, table;  // [H, S, D], [G, T, D], [heads, rows, D or D + 1]
   std::vector<uint16_t> query_bits, key_bits, table_bits;
   std::shared_ptr<const RelativeRowArrays> rows;
   cuda::RelativeLayout layout;
@@ -323,7 +337,8 @@ struct WholeProblem {
     };
     draw(kHeads * S * kSize, &query, &query_bits);
     draw(kGroups * T * kSize, &key, &key_bits);
-    draw(kHeads * count * (kSize + 1), &table, &table_bits);
+    const int64_t columns = random->OneIn(2) ? kSize : kSize + 1;
+    draw(kHeads * count * columns, &table, &table_bits);
     args.query = {query_bits.data(), {kHeads * S * kSize, S * kSize, kSize}};
     args.key = {key_bits.data(), {kGroups * T * kSize, T * kSize, kSize}};
     const std::vector<int32_t> entries = {0, 0, 1, 2, 2, 3, 5, 5, 6};
@@ -335,21 +350,24 @@ struct WholeProblem {
     CHECK(SeparatedExpr::Make(expr, &separated), text);
     CHECK(RelativeRowArrays::Make("relative_key", separated, {1, 1, S, T, P}, count, &rows).ok(), text);
     const int term = of_keys ? 2 : 0;
-    cuda::RelativeTermOf(&args.scores, term) = {table_bits.data(), DType::kBF16,        count,
-                                                kSize + 1,         count * (kSize + 1), rows->view()};
+    cuda::RelativeTermOf(&args.scores, term) = {table_bits.data(), DType::kBF16,    count,
+                                                columns,           count * columns, rows->view()};
     CHECK(cuda::PlanRelative(args, kHead, &layout).ok());
     workspace.assign(static_cast<size_t>(layout.bytes), static_cast<char>(0xff));
     const cuda::RelativeTermLayout& own = layout.terms[term];
     expand.table = table_bits.data();
-    expand.heads = own.heads, expand.rows = static_cast<int>(count), expand.columns = kSize + 1;
-    expand.stride_h = count * (kSize + 1), expand.D = kSize;
+    expand.heads = own.heads, expand.rows = static_cast<int>(count), expand.columns = static_cast<int>(columns);
+    expand.stride_h = count * columns, expand.D = kSize;
     expand.row = rows->view().row, expand.first = own.first, expand.count = rows->view().count;
     expand.is_reversed = rows->view().is_reversed ? 1 : 0;
     expand.pairs = own.pairs, expand.expanded = own.expanded;
     expand.to = workspace.data() + own.rows;
-    expand.column = reinterpret_cast<float*>(workspace.data() + own.column);
-    const int64_t fragments = own.expanded / 8 * own.pairs * 32 * own.heads;
-    for (int64_t at = 0; at < fragments; ++at) cuda::ExpandFragment<EmulatedBf16>(expand, at);
+    expand.is_left_operand = own.is_band && of_keys ? 1 : 0;
+    CHECK(own.has_column == (columns > kSize || !own.is_band));
+    if (own.has_column) expand.column = reinterpret_cast<float*>(workspace.data() + own.column);
+    for (int64_t head = 0; head < own.heads; ++head) {
+      for (int i = 0; i < cuda::CountFragments(expand); ++i) cuda::ExpandFragment<EmulatedBf16>(expand, head, i);
+    }
   }
   // The term of a pair by the definition.
   float TermOf(int64_t h, int64_t i, int64_t j, bool of_keys) const {
@@ -357,10 +375,11 @@ struct WholeProblem {
     const RelativeRows& view = rows->view();
     int64_t row = view.row[view.KeyPart(j) - view.QueryPart(i) - view.low];
     if (view.is_reversed) row = count - 1 - row;
-    const float* const r = &table[static_cast<size_t>((h * count + row) * (size + 1))];
+    const int64_t columns = expand.columns;
+    const float* const r = &table[static_cast<size_t>((h * count + row) * columns)];
     const float* const x = of_keys ? &key[static_cast<size_t>((h / 2 * args.shape.T + j) * size)]
                                    : &query[static_cast<size_t>((h * args.shape.S + i) * size)];
-    float sum = r[size];
+    float sum = columns > size ? r[size] : 0.0f;
     for (int64_t d = 0; d < size; ++d) sum += x[d] * r[d];
     return sum;
   }
@@ -417,11 +436,11 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
           b[word] = problem.Pair(true, h, key0 + 8 * (j + word / 2) + g, 16 * k + word % 2 * 8 + 2 * t);
         }
       };
+      const auto nothing = [](int, int, const uint32_t (&)[4]) {};
       scores.AddKeyBand(
           [&](int j, float (&z)[2][2][4]) {
             cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane),
-                cuda::WindowColumn(band, static_cast<int>(h), scores.First()), j, lane, read_keys, z);
+                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), j, read_keys, nothing, z);
           },
           s);
     } else {
@@ -433,10 +452,12 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
       scores.AddQueryBand(
           [&](int u, float (&y)[1][2][4]) {
             cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane),
-                cuda::WindowColumn(band, static_cast<int>(h), scores.First()), u, lane, read_queries, y);
+                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), u, read_queries, y);
           },
           s);
+    }
+    if (own.is_band && own.has_column) {
+      scores.AddColumn(cuda::WindowColumn(band, static_cast<int>(h), scores.First()), s);
     }
     for (int j = 0; j < 8; ++j) {
       for (int e = 0; e < 4; ++e) got[static_cast<size_t>((g + e / 2 * 8) * 64 + 8 * j + 2 * t + e % 2)] = s[0][j][e];
