@@ -79,6 +79,7 @@ class MemoryEstimate:
         self._symbolic, self._is_strict, self._is_widened = symbolic, is_strict, is_widened
         self._nodes = list(model.graph.node)
         self.weights = sum(weight_bytes(t, is_widened=is_widened) for t in model.graph.initializer)
+        self._weight_names = {t.name for t in model.graph.initializer} - {i.name for i in model.graph.input}
         declared = infer_declared_shapes(model)
         graph = read_session_graph(model, symbolic, declared, is_optimized=is_optimized)
         items = {o: item_bytes(symbolic.dtype(o), is_widened=is_widened) for n in graph.nodes for o in n.outputs}
@@ -87,7 +88,7 @@ class MemoryEstimate:
 
     def tensor_sizes(self, sizes: Mapping[str, int]) -> TensorSizes:
         """Sizes of the model's tensors."""
-        return TensorSizes(self._symbolic, sizes, self._nodes, is_widened=self._is_widened)
+        return TensorSizes(self._symbolic, sizes, self._nodes, self._weight_names, is_widened=self._is_widened)
 
     def run(self, sizes: Mapping[str, int]) -> RunEstimate:
         """The tensors that a run with these sizes of dimensions makes.
