@@ -55,7 +55,7 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // Key columns are gathered first, and tables of relative positions expanded. The fp32 kernels split keys and values
+  // Key columns are gathered first, and relative tables expanded. The fp32 kernels split keys and values
   // into 16-bit terms first.
   plan->runs_several_kernels = pad != nullptr || !problem.mask->parts.dynamic.empty() ||
                                problem.args.shape.dtype == DType::kF32 || problem.mask->columns != nullptr ||
