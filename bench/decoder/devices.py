@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench.core.candidate import require
+from bench.core.torch_buffers import TorchBuffers
 from bench.cpu.profile import calls_of_runs
 from stof.bench import measure, sessions
 from stof.bench.measure import Timing
@@ -32,7 +32,7 @@ class DecoderDevice(Protocol):
     def place(self, array: np.ndarray) -> Any:
         """A buffer with these values."""
 
-    def numpy(self, buffer: Any) -> np.ndarray:
+    def read(self, buffer: Any) -> np.ndarray:
         """A copy of the values of a buffer, once everything that is queued is done."""
 
     def address(self, buffer: Any) -> int:
@@ -75,7 +75,7 @@ class HostDevice:
     def place(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array).copy()
 
-    def numpy(self, buffer: np.ndarray) -> np.ndarray:
+    def read(self, buffer: np.ndarray) -> np.ndarray:
         return buffer.copy()
 
     def address(self, buffer: np.ndarray) -> int:
@@ -107,47 +107,30 @@ class HostDevice:
         return measure.machine(self._threads)
 
 
-class CudaDevice:
+class CudaDevice(TorchBuffers):
     """A GPU; buffers are torch tensors, work is queued on one stream, and runs of one token replay a captured graph.
 
     Raises:
-        Unavailable: without torch.
+        Unavailable: without torch, or without a GPU.
     """
-
-    name = "cuda"
 
     def __init__(self) -> None:
         from bench.gpu import baselines_ort
 
-        self._torch: Any = require("torch")
-        self._torch.set_grad_enabled(False)
+        super().__init__()
         self._ort = baselines_ort
-        self._stream = self._torch.cuda.Stream()
         self._options: dict[int, Any] = {}
 
     def normal(self, dims: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        random = self._torch.Generator(device="cuda").manual_seed(seed)
-        kind = getattr(self._torch, dtype)
-        found = self._torch.empty(tuple(dims), device="cuda", dtype=kind).normal_(0.0, scale, generator=random)
-        self._torch.cuda.synchronize()
+        random = self.torch.Generator(device="cuda").manual_seed(seed)
+        kind = getattr(self.torch, dtype)
+        found = self.torch.empty(tuple(dims), device="cuda", dtype=kind).normal_(0.0, scale, generator=random)
+        self.torch.cuda.synchronize()
         return found
-
-    def place(self, array: np.ndarray) -> Any:
-        found = self._torch.from_numpy(np.ascontiguousarray(array)).cuda()
-        self._torch.cuda.synchronize()
-        return found
-
-    def numpy(self, buffer: Any) -> np.ndarray:
-        self._torch.cuda.synchronize()
-        found: np.ndarray = buffer.cpu().numpy()
-        return found
-
-    def address(self, buffer: Any) -> int:
-        return int(buffer.data_ptr())
 
     def session(self, path: str, *, stof: bool, xqa: bool = True, captures: bool = False) -> Any:
         with _environment(_XQA, str(int(xqa))):
-            return self._ort.session(path, self._stream, stof=stof, fallback=True, enable_cuda_graph=str(int(captures)))
+            return self._ort.session(path, self.stream, stof=stof, fallback=True, enable_cuda_graph=str(int(captures)))
 
     def run(self, session: Any, binding: Any, graph: int = 0) -> None:
         session.run_with_iobinding(binding, self._run_options(graph))
@@ -156,13 +139,13 @@ class CudaDevice:
         options = self._new_options(0)
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
         session.run_with_iobinding(binding, options)
-        self._stream.synchronize()
+        self.stream.synchronize()
 
     def time(self, calls: Sequence[Callable[[], None]], rounds: int) -> list[Timing]:
         from bench.gpu.timing import CapturedLaunches, interleave_launches
 
         def own_graph(run: Callable[[], None]) -> CapturedLaunches:
-            found = CapturedLaunches(lambda _: run(), 1, self._stream)
+            found = CapturedLaunches(lambda _: run(), 1, self.stream)
             found.use_own_graph()
             return found
 
@@ -183,18 +166,18 @@ class CudaDevice:
             if id(session) not in bindings:
                 bindings[id(session)] = bind(session)
             session.run_with_iobinding(bindings[id(session)], self._run_options(0))
-            self._stream.synchronize()
+            self.stream.synchronize()
 
         def made(prefix: str) -> Any:
-            return self._ort.session(path, self._stream, stof=stof, fallback=True, profile=prefix)
+            return self._ort.session(path, self.stream, stof=stof, fallback=True, profile=prefix)
 
         return _by_op((node.call.op, node.device_seconds) for node in trace(made, run))
 
     def read_rate(self) -> float:
         from bench.gpu.timing import read_rate
 
-        found = read_rate(self._stream)
-        self._torch.cuda.empty_cache()
+        found = read_rate(self.stream)
+        self.torch.cuda.empty_cache()
         return found
 
     def machine(self) -> dict[str, Any]:
@@ -203,7 +186,7 @@ class CudaDevice:
 
         info = build_info()
         return {
-            "device": self._torch.cuda.get_device_name(), "versions": versions(), "library": info["build_id"],
+            "device": self.torch.cuda.get_device_name(), "versions": versions(), "library": info["build_id"],
             "compiler": info["compiler"], "date": now(),
         }  # fmt: skip
 

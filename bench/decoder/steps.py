@@ -91,10 +91,10 @@ class DecoderTensors:
 
     def logits(self) -> np.ndarray:
         """What the last run wrote, fp64 [B, 1, V]."""
-        return self._device.numpy(self._logits).astype(np.float64)
+        return self._device.read(self._logits).astype(np.float64)
 
     def cache(self, name: str, rows: int) -> np.ndarray:
         """The first rows of a cache, fp64 [B, G, rows, D]."""
         count = int(np.prod(self._cache_shape))
-        values = self._device.numpy(self._caches.buffers[name][:count]).reshape(self._cache_shape)
+        values = self._device.read(self._caches.buffers[name][:count]).reshape(self._cache_shape)
         return values[:, :, :rows].astype(np.float64)

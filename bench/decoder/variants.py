@@ -127,7 +127,7 @@ def write_weights(decoder: Decoder, device: DecoderDevice, folder: Path) -> None
                 if weight.kind == "uint8":
                     file.write(_random_nibbles(math.prod(weight.dims), number).tobytes())
                     continue
-                values = device.numpy(device.normal(weight.dims, decoder.shape.dtype, number, matrix_gain(weight)))
+                values = device.read(device.normal(weight.dims, decoder.shape.dtype, number, matrix_gain(weight)))
                 file.write(values.tobytes())
 
 

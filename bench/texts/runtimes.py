@@ -13,6 +13,7 @@ from onnx import TensorProto
 
 from bench.core.candidate import Unavailable, require
 from bench.core.point import describe_failure
+from bench.core.torch_buffers import TorchBuffers
 from bench.gpu import baselines_ort
 from stof.bench.sessions import session
 
@@ -106,21 +107,15 @@ class DeviceMemory(Protocol):
         """Waits until everything that is queued is done."""
 
 
-class CudaRuntime:
+class CudaRuntime(TorchBuffers):
     """ONNX Runtime's CUDA provider; buffers are torch tensors, and work is queued on one stream.
 
     Raises:
         Unavailable: without torch, or without a GPU.
     """
 
-    name = "cuda"
-
     def __init__(self) -> None:
-        self.torch: Any = require("torch")
-        if not self.torch.cuda.is_available():
-            raise Unavailable("torch finds no CUDA device")
-        self.torch.set_grad_enabled(False)
-        self.stream = self.torch.cuda.Stream()
+        super().__init__()
         self.torch.cuda.set_stream(self.stream)
         self._options: Any = None
 
@@ -135,21 +130,8 @@ class CudaRuntime:
 
         return run
 
-    def place(self, array: np.ndarray) -> Any:
-        found = self.torch.from_numpy(np.ascontiguousarray(array)).cuda()
-        self.torch.cuda.synchronize()
-        return found
-
     def copy(self, source: Any, target: Any) -> None:
         target.copy_(source, non_blocking=True)
-
-    def read(self, buffer: Any) -> np.ndarray:
-        self.torch.cuda.synchronize()
-        found: np.ndarray = buffer.cpu().numpy()
-        return found
-
-    def address(self, buffer: Any) -> int:
-        return int(buffer.data_ptr())
 
     def session(self, path: Path, *, stof: bool, sizes: Mapping[str, int] | None = None, captures: bool = False) -> Any:
         return baselines_ort.session(

@@ -30,7 +30,7 @@ struct Layout {
           total = 0;
   int64_t scratch_each = 0;
   std::vector<int64_t> ends;  // of parts, where red zones follow
-  int64_t table_rows[kTableCount] = {}, table_further[kTableCount] = {};
+  int64_t table_rows[kTableCount] = {}, table_row_bias[kTableCount] = {};
 };
 
 template <typename Tables>
@@ -71,7 +71,7 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
     const cpu::PackedTable& table = *ListTables(problem.relative)[i];
     if (table.table == nullptr) continue;
     layout.table_rows[i] = take(table.SharedHeads() * table.stride_h * 4);
-    layout.table_further[i] = take(table.SharedHeads() * table.FurtherStride() * 4);
+    layout.table_row_bias[i] = take(table.SharedHeads() * table.RowBiasStride() * 4);
   }
   layout.scratch_each = RoundUp(static_cast<int64_t>(kernels.scratch_bytes(problem)), kLine);
   layout.scratch = take(layout.scratch_each * threads);
@@ -109,7 +109,7 @@ void FillPadBits(const cpu::AttentionProblem& problem, uint32_t* bits) {
   }
 }
 
-// Whether a worker keeps something of tables of relative positions for the other tile rows of a head.
+// Whether a worker keeps something of relative tables for the other tile rows of a head.
 bool KeepsTables(const cpu::AttentionProblem& problem) {
   if (problem.relative == nullptr) return false;
   const auto tables = ListTables(problem.relative);
@@ -395,7 +395,7 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
       cpu::PackedTable& table = *ListTables(plan.relative())[i];
       if (table.SharedHeads() == 0) continue;
       table.data = reinterpret_cast<float*>(base + layout.table_rows[i]);
-      if (table.FurtherStride() > 0) table.further = reinterpret_cast<float*>(base + layout.table_further[i]);
+      if (table.RowBiasStride() > 0) table.row_bias = reinterpret_cast<float*>(base + layout.table_row_bias[i]);
       panels += table.SharedHeads() * table.rows / cpu::kPanel;
     }
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackTables);

@@ -15,7 +15,7 @@ namespace cpu {
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kMaxTileKeys = 256;  // n
-constexpr int kKeyBlock = 64;      // keys whose products with a table of relative positions are computed at a time
+constexpr int kKeyBlock = 64;      // keys whose products with a relative table are computed at a time
 
 // The number of keys of a sequence. Later rows of a cache are not read.
 STOF_ALWAYS_INLINE int64_t EndOfKeys(const AttentionArgs& args, int64_t b) {
@@ -57,7 +57,7 @@ struct KvSplits {
   const int32_t* begin = nullptr;  // [count + 1], the first tile of each split
 };
 
-// A table of relative positions as kernels read it, in fp32: the rows [first, first + rows) that pairs name, counted as
+// A relative table as kernels read it, in fp32: the rows [first, first + rows) that pairs name, counted as
 // RelativeRows does. They are whole panels of kPanel rows.
 struct PackedTable {
   const RelativeTable* table = nullptr;  // nullptr: none
@@ -68,8 +68,8 @@ struct PackedTable {
   int64_t ld = 0, stride_h = 0;
   int64_t capacity = 0;  // of panels: the panels of a ring of products, a power of two
   float* data = nullptr;
-  float* further = nullptr;  // [heads, FurtherStride], the further column times scale; nullptr: none
-  // Each worker packs the table of the head that it attends; `data` and `further` are not set.
+  float* row_bias = nullptr;  // [heads, RowBiasStride], times scale; nullptr: none
+  // Each worker packs the table of the head that it attends; `data` and `row_bias` are not set.
   bool is_own = false;
 
   // The products of all keys of a head are kept for its other tile rows: [key blocks, KeptStride, kKeyBlock] of each
@@ -78,7 +78,7 @@ struct PackedTable {
 
   // Strips of rows may end behind the table.
   STOF_ALWAYS_INLINE int64_t KeptStride() const { return rows + kStrip; }
-  STOF_ALWAYS_INLINE int64_t FurtherStride() const {
+  STOF_ALWAYS_INLINE int64_t RowBiasStride() const {
     return table != nullptr && table->columns > ld ? rows + kStrip : 0;
   }
   // Heads that are packed before the first item.
@@ -135,7 +135,7 @@ struct AttentionKernels {
   void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the G * panels there are into packed_keys and packed_values.
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
-  // Packs panels [first, last) of the tables of relative positions, counted over tables and heads.
+  // Packs panels [first, last) of the relative tables, counted over tables and heads.
   void (*pack_tables)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Attends one tile row, item of B * H * tile_rows, which exists; next is the worker's next one, or -1.
   void (*attend_tile_row)(const AttentionProblem& problem, int64_t item, int64_t next, void* scratch);

@@ -59,7 +59,7 @@ void PackTables(const AttentionProblem& problem, int64_t first, int64_t last, vo
       const int64_t panels = table->rows / kPanel, head = panels == 0 ? 0 : at / panels;
       if (head < table->SharedHeads()) {
         PackTablePanel(problem, *table, head, at % panels, table->data + head * table->stride_h,
-                       table->further == nullptr ? nullptr : table->further + head * table->FurtherStride(),
+                       table->row_bias == nullptr ? nullptr : table->row_bias + head * table->RowBiasStride(),
                        scratch.table_rows);
         break;
       }

@@ -400,7 +400,7 @@ class AttentionWorker {
   // ---- cpu/attention/relative.h ----
   static int64_t RingStride(const PackedTable& table) { return (table.capacity + 1) * kPanel; }
   struct HeadTable {
-    const float *rows, *further;
+    const float *rows, *row_bias;
   };
   __attribute__((noinline)) void BeginRelative();
   void PackOwnTables() const;

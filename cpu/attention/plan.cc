@@ -32,7 +32,7 @@ constexpr int64_t kRingBytes = 512 << 10;
 constexpr int64_t kElementBytes = 2 << 20;
 // Tile rows whose key tiles are counted to choose the size of a ring.
 constexpr int64_t kSampledRows = 64;
-// Panels of products of queries and a table of relative positions that a strip keeps: all of up to 1024 rows.
+// Panels of products of queries and a relative table that a strip keeps: all of up to 1024 rows.
 constexpr int64_t kMostRingPanels = 64;
 // Bytes of the products of keys that a worker keeps for the other tile rows of a head: half an L2.
 constexpr int64_t kKeptBytes = (1 << 20) + (64 << 10);

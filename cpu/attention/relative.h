@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tables of relative positions: their products with queries and keys, which are added to scores, and rows that weights
-// multiply. docs/design/attention-cpu.md has the algorithm.
+// Relative tables: the relative terms that they add to scores, and rows that weights multiply.
+// docs/design/attention-cpu.md has the algorithm.
 #ifndef STOF_CPU_ATTENTION_RELATIVE_H_
 #define STOF_CPU_ATTENTION_RELATIVE_H_
 
@@ -20,16 +20,16 @@ inline const char* TableRow(const RelativeTable& table, int64_t head, int64_t ro
   return static_cast<const char*>(table.data) + SizeOf(table.dtype) * (head * table.stride_h + at * table.columns);
 }
 
-// Packs kPanel rows of a table as its kind has them. data, further: of the head. floats: scratch for the rows in fp32.
+// Packs kPanel rows of a table as its kind has them. data, row_bias: of the head. floats: scratch for the rows in fp32.
 inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& packed, int64_t head, int64_t panel,
-                           float* data, float* further, float* floats) {
+                           float* data, float* row_bias, float* floats) {
   const RelativeTable& table = *packed.table;
   const int64_t first = packed.first + panel * kPanel, count = Min(kPanel, table.rows - first);
   const int64_t size = packed.is_value ? problem.args->shape.Dv : problem.args->shape.D;
   const int64_t ld = RoundUp(packed.ld, kPanel);
   const float scale = problem.args->scores.scale;
-  if (packed.FurtherStride() > 0) {
-    float* const to = further + panel * kPanel;
+  if (packed.RowBiasStride() > 0) {
+    float* const to = row_bias + panel * kPanel;
     for (int64_t j = 0; j < kPanel; ++j) {
       to[j] = j < count ? scale * ToFloat(TableRow(table, head, first + j), table.dtype, size) : 0.0f;
     }
@@ -78,22 +78,22 @@ void AttentionWorker<kInPlace>::PackOwnTables() const {
   const PackedTable* const all[] = {&relative.key[0], &relative.key[1], &relative.query, &relative.value};
   for (int i = 0; i < 4; ++i) {
     for (int64_t panel = 0; all[i]->is_own && panel < all[i]->rows / kPanel; ++panel) {
-      PackTablePanel(problem_, *all[i], h_, panel, scratch_.own_tables[i], scratch_.own_further[i],
+      PackTablePanel(problem_, *all[i], h_, panel, scratch_.own_tables[i], scratch_.own_row_bias[i],
                      scratch_.table_rows);
     }
   }
 }
 
-// The packed table of the head: its rows, and the further column or nullptr.
+// The packed table of the head: its rows, and their row biases or nullptr.
 template <bool kInPlace>
 inline typename AttentionWorker<kInPlace>::HeadTable AttentionWorker<kInPlace>::TableOfHead(const PackedTable& table,
                                                                                             int number) const {
   if (table.is_own) {
-    return {scratch_.own_tables[number], table.FurtherStride() > 0 ? scratch_.own_further[number] : nullptr};
+    return {scratch_.own_tables[number], table.RowBiasStride() > 0 ? scratch_.own_row_bias[number] : nullptr};
   }
   const int64_t head = table.heads == 1 ? 0 : h_;
   return {table.data + head * table.stride_h,
-          table.further == nullptr ? nullptr : table.further + head * table.FurtherStride()};
+          table.row_bias == nullptr ? nullptr : table.row_bias + head * table.RowBiasStride()};
 }
 
 // Scores of up to six rows with `panels` panels, as many as a block has at most.
@@ -140,10 +140,10 @@ void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64
     float* const to = ring + slot * kPanel;
     PanelScores(rows, scratch_.q + row * scratch_.ldq, scratch_.ldq, packed.rows + at * args_.shape.D, count, kNoStart,
                 to, ld);
-    const float* const further = packed.further == nullptr ? nullptr : packed.further + at;
+    const float* const row_bias = packed.row_bias == nullptr ? nullptr : packed.row_bias + at;
     for (int r = 0; r < Min(kStrip, rows); ++r) {
-      for (int c = 0; c < count * kPanel && further != nullptr; c += kWidth) {
-        Simd::Store(to + r * ld + c, Simd::Add(Simd::Load(to + r * ld + c), Simd::Load(further + c)));
+      for (int c = 0; c < count * kPanel && row_bias != nullptr; c += kWidth) {
+        Simd::Store(to + r * ld + c, Simd::Add(Simd::Load(to + r * ld + c), Simd::Load(row_bias + c)));
       }
       // Loads of neighbouring rows may begin in the last slot and end in the first one.
       for (int c = 0; c < kPanel && slot == 0; c += kWidth) {
@@ -266,10 +266,10 @@ void AttentionWorker<kInPlace>::RowProducts(int64_t row, int count, int keys, co
   const HeadTable own = TableOfHead(table, 2);
   const int64_t at = row - table.first;
   const float* const rows = own.rows + at * table.ld;
-  const float* const further = own.further == nullptr ? nullptr : own.further + at;
+  const float* const row_bias = own.row_bias == nullptr ? nullptr : own.row_bias + at;
   for (int r = 0; r < count; r += kStrip) {
     float start[kStrip] = {};
-    for (int i = 0; i < kStrip && further != nullptr; ++i) start[i] = further[r + i];
+    for (int i = 0; i < kStrip && row_bias != nullptr; ++i) start[i] = row_bias[r + i];
     for (int p = 0; p < keys / kPanel; p += kBlockPanels) {
       PanelScores(count - r, rows + r * table.ld, table.ld, packed + p * args_.shape.D * kPanel,
                   static_cast<int>(Min(kBlockPanels, keys / kPanel - p)), start, to + r * kKeyBlock + p * kPanel,

@@ -269,7 +269,7 @@ inline void AttentionWorker<kInPlace>::InPlaceScores(const Strip& strip, const S
   }
 }
 
-// Tables of relative positions, softcap, bias and mask.
+// Relative tables, softcap, bias and mask.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::Adjust(const Strip& strip, float* s, int64_t key0, int keys) const {
   const V forbidden = Simd::Set1(-kInf);

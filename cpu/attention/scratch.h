@@ -23,7 +23,7 @@ constexpr int kStripsPerPass = 4;
 // Query rows that share a pass over the keys of a tile where these are read in place.
 constexpr int kInPlaceStrip = 4;
 
-// Groups of rows of a table of relative positions whose products with keys are kept where rows are named in any order.
+// Groups of rows of a relative table whose products with keys are kept where rows are named in any order.
 constexpr int kGroupRows = 4, kKeyGroups = 64;
 
 // The memory of one worker.
@@ -81,7 +81,7 @@ struct Scratch {
   uint8_t* elements_kind;
   uint32_t* elements;
   KeyTileRun* runs;  // of the rows that are attended
-  // Of tables of relative positions.
+  // Of relative tables.
   float* products[2] = {};        // products of queries: [rows, RingStride]
   int32_t* panels_of[2] = {};     // [strips, capacity], the panels that slots hold, or -1
   float* key_terms = nullptr;     // [rows, n], products of keys that the queries of a row tile name
@@ -91,7 +91,7 @@ struct Scratch {
   int32_t* key_tags = nullptr;    // [kKeyGroups]
   float* table_rows = nullptr;    // rows of a panel in fp32
   float* own_tables[4] = {};      // of PackedTable::is_own: keys' two, queries', values'
-  float* own_further[4] = {};
+  float* own_row_bias[4] = {};
   int64_t* tables_of = nullptr;  // the head of those, or -1
   float* row_weights = nullptr;  // [rows, WeightStride], sums of the weights by the rows that they multiply
   bool copy_values, copy_keys, has_runs;
@@ -106,7 +106,7 @@ struct Scratch {
     for (int i = 0; i < 4; ++i) {
       if (!all[i]->is_own) continue;
       own_tables[i] = Take<float>(all[i]->stride_h);
-      own_further[i] = Take<float>(all[i]->FurtherStride());
+      own_row_bias[i] = Take<float>(all[i]->RowBiasStride());
     }
     for (int term = 0; term < 2; ++term) {
       const PackedTable& table = tables.key[term];

@@ -35,7 +35,7 @@ struct Case {
   int64_t B, H, G, S, T, D;
   bool bshd;       // heads between positions: rows stride H * D, as exporters' projections leave them
   int layers = 1;  // more: attention over KV caches, each run over the next one's; the mask is in absolute positions
-  // Rows of tables of relative positions that are multiplied with queries and with keys; empty: none.
+  // Rows of relative tables that are multiplied with queries and with keys; empty: none.
   const char *relative_key = "", *relative_query = "";
   int64_t relative_rows = 0;
 };

@@ -221,6 +221,12 @@ int64_t CpuCacheStagingRows(const CacheAppendArgs& args) {
   return rows;
 }
 
+void CpuFindFirstRows(const CacheAppendArgs& args) {
+  for (int64_t b = 0; b < args.B; ++b) {
+    if (CheckLength(args, b).ok()) args.first_row[b] = static_cast<int32_t>(MakeStep(args, b).first_row);
+  }
+}
+
 Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel) {
   return cpu::AppendToCache(args, BestCpuIsa(), parallel);
 }

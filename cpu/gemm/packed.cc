@@ -26,12 +26,16 @@ void CpuPackedWeights::Free::operator()(float* panels) const {
   ::operator delete[](panels, std::align_val_t(kHugePage));
 }
 
+bool CpuPackedWeights::DoesPay(CpuIsa isa, int64_t N, int64_t K) {
+  // Narrow weights would be mostly zeros.
+  return N > 0 && K > 0 && RoundUp(N, cpu::KernelsOf(isa).packed_gemm->vector) <= 2 * N;
+}
+
 bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
   panels_.reset();
+  if (!DoesPay(isa, N, K)) return false;
   const cpu::PackedGemmKernels& kernels = *cpu::KernelsOf(isa).packed_gemm;
   const int64_t padded = RoundUp(N, kernels.vector);
-  // Narrow weights would be mostly zeros.
-  if (N <= 0 || K <= 0 || padded > 2 * N) return false;
   const int64_t products = b1 != nullptr ? 2 : 1;
   const auto bytes = static_cast<size_t>(padded * products * K) * sizeof(float);
   void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);

@@ -6,10 +6,11 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stof.arguments.checks import refuse
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
@@ -118,7 +119,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--memory-limit",
-        type=_bytes,
+        type=_bytes_of("--memory-limit"),
         default=0,
         metavar="BYTES",
         help="write no model whose run is estimated to take more, 4G for instance, at the largest sizes in use",
@@ -159,7 +160,7 @@ def _add_verification(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--verify-memory",
-        type=_bytes,
+        type=_bytes_of("--verify-memory"),
         default=0,
         metavar="BYTES",
         help="memory for verification, 2G for instance (half of what is free)",
@@ -230,11 +231,16 @@ _divergence.__name__ = "number from 0 on"
 _seconds.__name__ = "number of seconds"  # argparse names the type in its message
 
 
-def _bytes(text: str) -> int:
-    return parse_bytes(text)
+def _bytes_of(option: str) -> Callable[[str], int]:
+    """Reads the value of an option that is a number of bytes."""
 
+    def read(text: str) -> int:
+        try:
+            return parse_bytes(text)
+        except ValueError:
+            raise refuse(option, text, "a number of bytes above 0: 4G, 512M or 1000000000") from None
 
-_bytes.__name__ = "number of bytes"
+    return read
 
 
 def _target(arguments: argparse.Namespace) -> str:

@@ -199,6 +199,7 @@ TEST(CApiListsLimits) {
         "\"mask_id\"",
         "\"packed\"", "\"roles\": [\"pad\", \"bias\"",
         "\"targets\": {\"cpu\": {\"types\": {\"1\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 1, ",
+        "\"relative_tables\": 4, \"most_relative_value_rows\": 1024}, \"10\"",
         "\"10\": {\"largest_head_size\": 256, \"head_size_multiple_of\": 8, \"most_heads\": 65536, "
         "\"most_length\": 4194304, \"most_operands\": 18, \"relative_tables\": 3}, \"16\"",
         "\"tensorrt\": {\"types\": {\"1\": {\"largest_head_size\": 256",

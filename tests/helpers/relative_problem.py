@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with tables of relative positions: random problems, calls of the operator, and the definition in fp64."""
+"""Attention with relative tables: random problems, calls of the operator, and the definition in fp64."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _model(nodes: list[onnx.NodeProto], stored: dict[str, np.ndarray], length: s
 
 
 def _names(model: onnx.ModelProto) -> list[str]:
-    graph = read_session_graph(model, Symbolic(model), infer_declared_shapes(model), is_optimized=True)
+    graph = read_session_graph(model.graph, Symbolic(model), infer_declared_shapes(model), is_optimized=True)
     return [node.proto.name for node in graph.nodes]
 
 
@@ -143,7 +143,7 @@ def test_dead_buffers_of_a_declared_shape_serve_again(declared: bool, expected: 
     names = ["a", "b", "c", "d", "y"]
     nodes = [_NODE("Exp", [before], [name]) for before, name in zip(["x", *names], names, strict=False)]
     model = _model(nodes, {})
-    graph = read_session_graph(model, Symbolic(model), {}, is_optimized=True)
+    graph = read_session_graph(model.graph, Symbolic(model), {}, is_optimized=True)
     shapes = infer_declared_shapes(model) if declared else {}
     plan = plan_session(graph, shapes, dict.fromkeys(names, 4))
     assert [name for step in plan.steps for name in step.made] == expected

@@ -188,3 +188,12 @@ def test_large_graphs_take_little_time() -> None:
     assert time.process_time() - start < 3
     tensor = 2 * 512 * 64 * 4
     assert 3 * tensor <= found.activations <= 6 * tensor
+
+
+@pytest.mark.parametrize("option", ["--memory-limit", "--verify-memory"])
+@pytest.mark.parametrize("text", ["4X", "lots", "0", "-1G", ""])
+def test_a_wrong_number_of_bytes(capsys: pytest.CaptureFixture[str], option: str, text: str) -> None:
+    code, _, error = _run(capsys, "model.onnx", f"{option}={text}")
+    assert code == 1
+    wanted = f"stof-optimize: {option} is {text!r}, expected a number of bytes above 0: 4G, 512M or 1000000000"
+    assert error.splitlines() == [wanted]

@@ -6,11 +6,12 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 from run_node import measure_node
 
+from stof.memory.operator_workspace import count_threads
 from stof.memory.run_estimate import MemoryEstimate
-from stof.runtime.library import LibraryError, Op, shape_of
+from stof.runtime.library import LibraryError, Op, shape_of, tensor_of
 from stof.symbolic import Symbolic
 
 _HEADS, _SIZE = 8, 64
@@ -90,3 +91,92 @@ def test_what_only_a_run_knows_counts_with_keys_and_values(monkeypatch: pytest.M
     assert (
         MemoryEstimate(model, Symbolic(model), is_strict=True).run({}).peak == 3 * tensor
     )  # of these one is the output
+
+
+def _node_model(
+    node: onnx.NodeProto, feed: dict[str, np.ndarray], shapes: list[tuple[int, ...]], **stored: np.ndarray
+) -> onnx.ModelProto:
+    """A model of one node; ``shapes`` are those of its outputs."""
+    inputs = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feed.items()
+    ]
+    weights = [numpy_helper.from_array(a, n) for n, a in stored.items()]
+    outputs = [helper.make_tensor_value_info(n, _FLOAT, shape) for n, shape in zip(node.output, shapes, strict=True)]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("stof", 1)]
+    graph = helper.make_graph([node], "g", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+def _compare(model: onnx.ModelProto, feed: dict[str, np.ndarray], least: int) -> None:
+    """That a run takes what is estimated; ``least``: of these, bytes that are neither inputs nor outputs."""
+    estimate = MemoryEstimate(model, Symbolic(model), is_strict=True)
+    working = max(m.working for m in estimate.moments(estimate.tensor_sizes({})))
+    assert working >= least
+    measured = measure_node(model, feed)
+    estimated = estimate.run({}).peak
+    assert abs(estimated - measured) <= max(4 << 20, 0.06 * measured), (estimated, measured)
+
+
+@pytest.mark.parametrize("body", ["tanh(x0[m, n]) * x1[m, n]", "gelu(x0[m, n]) * x1[m, n]"], ids=["products", "fused"])
+def test_products_of_gemms(body: str) -> None:
+    """An epilogue that is applied in the cache needs no products in memory."""
+    rows, columns = 64, 1 << 16
+    text = f"axes m = x0.0, n = x0.1; out y0 f32 [m, n] = {body}"
+    node = helper.make_node("StofGemm", ["a", "b", "b1"], ["y"], domain="stof", epilogue=text, pair=2)
+    feed = {"a": _floats(rows, 8)}
+    is_fused = body.startswith("gelu")
+    model = _node_model(node, feed, [(rows, columns)], b=_floats(8, columns), b1=_floats(8, columns))
+    _compare(model, feed, 0 if is_fused else 2 * 4 * rows * columns)
+
+
+def _cached(total: str) -> onnx.NodeProto:
+    inputs = ["q", "k", "v", "past_key", "past_value", "seqlens", total]
+    attributes = {"num_heads": _HEADS, "kv_num_heads": _HEADS, "mask": ""}
+    return helper.make_node(
+        "StofCachedAttention", inputs, ["y", "present_key", "present_value"], domain="stof", **attributes
+    )
+
+
+def test_keys_of_caches_are_packed() -> None:
+    past, new = 16320, 64
+    width = _HEADS * _SIZE
+    feed = {name: _floats(1, new, width) for name in ("q", "k", "v")}
+    feed |= {name: _floats(1, _HEADS, past, _SIZE) for name in ("past_key", "past_value")}
+    feed |= {"seqlens": np.array([past + new - 1], np.int32), "total": np.array([past + new], np.int32)}
+    cache = (1, _HEADS, past + new, _SIZE)
+    model = _node_model(_cached("total"), feed, [(1, new, width), cache, cache])
+    _compare(model, feed, 4 * (past + new) * width)
+
+
+def test_lengths_that_follow_from_shapes_count() -> None:
+    """A cache with rows to spare: the number of keys is that of a mask's columns."""
+    capacity, new = 4096, 16
+    shapes = dict.fromkeys(("q", "k", "v"), (1, new, _HEADS * _SIZE))
+    shapes |= dict.fromkeys(("past_key", "past_value"), (1, _HEADS, capacity, _SIZE))
+    inputs = [helper.make_tensor_value_info(n, _FLOAT, s) for n, s in shapes.items()]
+    inputs.append(helper.make_tensor_value_info("seqlens", onnx.TensorProto.INT32, (1,)))
+    inputs.append(helper.make_tensor_value_info("mask", onnx.TensorProto.INT64, (1, "keys")))
+    nodes = [
+        helper.make_node("Shape", ["mask"], ["sizes"], start=1, end=2),
+        helper.make_node("Cast", ["sizes"], ["total"], to=onnx.TensorProto.INT32),
+        _cached("total"),
+    ]
+    results = {"y": shapes["q"], "present_key": shapes["past_key"], "present_value": shapes["past_value"]}
+    outputs = [helper.make_tensor_value_info(n, _FLOAT, s) for n, s in results.items()]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("stof", 1)]
+    model = helper.make_model(helper.make_graph(nodes, "g", inputs, outputs), opset_imports=opsets, ir_version=9)
+    estimate = MemoryEstimate(model, Symbolic(model), is_strict=True)
+    working = {
+        keys: max(m.working for m in estimate.moments(estimate.tensor_sizes({"keys": keys}))) for keys in (512, 4096)
+    }
+    op = Op("StofCachedAttention", {"num_heads": _HEADS, "kv_num_heads": _HEADS, "mask": ""})
+    tensors = [shape_of(_FLOAT, shape) for shape in shapes.values()]
+    tensors.append(shape_of(onnx.TensorProto.INT32, (1,)))
+    for keys, found in working.items():
+        total = np.array([keys], np.int32)
+        assert found == op.workspace([*tensors, tensor_of(total)], count_threads())
+    assert working[512] < working[4096]

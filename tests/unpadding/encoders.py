@@ -287,7 +287,13 @@ def masks(batch: int = 5, length: int = 7) -> dict[str, np.ndarray]:
     }
 
 
-TYPES = {INT64: np.int64, INT32: np.int32, FLOAT: np.float32, BOOL: np.bool_}
+TYPES = {
+    INT64: np.int64,
+    INT32: np.int32,
+    FLOAT: np.float32,
+    TensorProto.FLOAT16: np.float16,
+    BOOL: np.bool_,
+}
 
 
 def feeds_for(model: onnx.ModelProto, mask: np.ndarray, inverted: bool = False, seed: int = 0) -> dict[str, np.ndarray]:

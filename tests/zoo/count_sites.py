@@ -4,7 +4,8 @@
 A softmax counts when its output reaches a product with a value, when the way back to the product of query and key, or to
 several where the scores are assembled of parts, is free of other activations, and when whatever is added to the scores,
 multiplied with them or selects them is the same for other tokens, pixels or samples: then it depends on shapes, constants,
-padding, positions or segments alone.
+padding, positions or segments alone. Terms of relative positions may be added, too, which activations compute: products of
+query or key with a table that does not vary, and tables times a factor of each query.
 
 ``python tests/zoo/count_sites.py [NAME ...]`` prints each softmax with what was found.
 """
@@ -25,6 +26,9 @@ _MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Fla
 _CONTINUE = frozenset(_MOVES | {"Cast", "Identity", "Dropout", "Where", "Mul"})
 _ASSEMBLES = frozenset({"Concat", "ScatterND", "ScatterElements", "Where"})  # scores that are computed in parts
 _FARTHEST = 400
+_SHIFTS = frozenset(
+    _MOVES | {"Cast", "Identity", "Dropout", "Concat", "GatherElements", "GatherND", "Where", "Mul", "Div"}
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Counter:
                 self.users.setdefault(tensor, []).append(node)
         self.model = model
         self.parts: dict[str, tuple[bool, str]] = {}
+        self.rows: set[str] = set()  # tensors with one element in the last axis
         self.fixed = {t.name for t in model.graph.initializer}
         self.varies = self._compare(name, length)
 
@@ -62,7 +67,9 @@ class Counter:
         given = [feeds(name, self.model, 2, length, "left", seed) for seed in (1, 2)]
         produced = [o.name for o in runner.get_outputs()]
         first, second = (dict(zip(produced, runner.run(None, f), strict=True)) | f for f in given)
-        return {n for n, a in first.items() if isinstance(a, np.ndarray) and not _same(a, second[n])}
+        arrays = {n: a for n, a in first.items() if isinstance(a, np.ndarray)}
+        self.rows = {n for n, a in arrays.items() if a.ndim and a.shape[-1] == 1}
+        return {n for n, a in arrays.items() if not _same(a, second[n])}
 
     def count(self) -> list[Counted]:
         """Every softmax and fused attention node that could be attention."""
@@ -109,6 +116,8 @@ class Counter:
             if node.op_type in _ASSEMBLES and len(varying) > 1:
                 found = [self._part(v) for v in varying]
                 return next((f for f in found if not f[0]), (True, ""))
+            if len(varying) == 2 and node.op_type == "Add" and (scores := self._without_term(varying)):
+                varying = [scores]
             if len(varying) != 1:
                 return False, f"{node.op_type} mixes the scores with other activations"
             tensor = varying[0]
@@ -120,6 +129,53 @@ class Counter:
             self.parts[tensor] = (True, "")  # where parts lead to each other
             self.parts[tensor] = self._scores(tensor)
         return self.parts[tensor]
+
+    def _without_term(self, varying: list[str]) -> str:
+        """Of two summands of scores that with the product of query and key; "" where the other is no term of positions."""
+        for scores, term in (varying, varying[::-1]):
+            sources = self._sources_of_product(scores)
+            if sources and self._is_relative(term, sources):
+                return scores
+        return ""
+
+    def _sources_of_product(self, tensor: str) -> set[str]:
+        """Where query and key of scores come from; nothing where no product of both is below."""
+        pending, seen = [tensor], {tensor}
+        while pending:
+            node = self.nodes.get(pending.pop())
+            if node is None:
+                continue
+            varying = [i for i in dict.fromkeys(node.input) if i in self.varies]
+            if node.op_type in _PRODUCTS:
+                if len(varying) == 2:
+                    return {self._source(v) for v in varying}
+            elif node.op_type in _SHIFTS | _ASSEMBLES | {"Add"}:
+                pending += [v for v in varying if v not in seen]
+                seen.update(varying)
+        return set()
+
+    def _source(self, tensor: str) -> str:
+        """The tensor from which another one comes by moves, and by sums and products with what does not vary."""
+        while (node := self.nodes.get(tensor)) is not None:
+            varying = [i for i in dict.fromkeys(node.input) if i in self.varies]
+            if node.op_type not in _SHIFTS | {"Add", "Sub"} or len(varying) != 1:
+                break
+            tensor = varying[0]
+        return tensor
+
+    def _is_relative(self, tensor: str, sources: set[str]) -> bool:
+        """Whether a summand of the scores is a sum of products of query or key with tables, or of tables with factors of rows."""
+        node = self.nodes.get(tensor)
+        if node is None:
+            return False
+        varying = [i for i in dict.fromkeys(node.input) if i in self.varies]
+        if node.op_type in _PRODUCTS or (node.op_type == "ReduceSum" and self._source(varying[0]) in sources):
+            return len(varying) == 1 and self._source(varying[0]) in sources
+        if node.op_type == "Mul" and len(varying) == 1 and varying[0] in self.rows:
+            return True
+        if node.op_type in _SHIFTS | {"Add", "ScatterND"} and varying:
+            return all(self._is_relative(v, sources) for v in varying)
+        return False
 
     def _shift(self, node: onnx.NodeProto) -> str:
         """The scores below the subtraction of a row's own maximum."""

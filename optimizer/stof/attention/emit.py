@@ -23,6 +23,7 @@ from stof.graph.index import DOMAIN, opset_of
 from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model
 from stof.mask.empty_rows.weaker_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
+from stof.mask.relative_roles import RELATIVE_BIAS, RELATIVE_BIAS_FACTOR
 from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
 from stof.symbolic import Symbolic
 
@@ -113,8 +114,8 @@ def _roles(rewrite: Rewrite) -> set[str]:
     mask = rewrite.mask
     roles = {o.role for o in mask.operands} | {t[0] for t in mask.tables} | mask.expression.vectors
     roles |= {"bias"} if mask.bias else set()
-    roles |= {"relative_bias"} if mask.relative is not None else set()
-    roles |= {"relative_bias_factor"} if mask.relative_factor is not None else set()
+    roles |= {RELATIVE_BIAS} if mask.relative is not None else set()
+    roles |= {RELATIVE_BIAS_FACTOR} if mask.relative_factor is not None else set()
     roles |= {t.role for t in mask.relative_terms}
     return roles | {"sink"} if rewrite.site.sink is not None else roles
 

@@ -15,6 +15,7 @@ from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
 from stof.mask.expression import MaskExpression
+from stof.mask.relative_roles import RELATIVE_BIAS, RELATIVE_BIAS_FACTOR, RELATIVE_VALUE
 from stof.mask.site import EmptyRows, Layout
 from stof.mask.to_onnx import ScoreSizes
 
@@ -63,7 +64,7 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
     frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
     vectors = frame.vectors() if any(v.products for v in variants) else None
-    has_values = any("relative_value" in v.roles for v in variants)
+    has_values = any(RELATIVE_VALUE in v.roles for v in variants)
     result_names = ["out", *(["added"] if has_values else []), *(["lse"] if lse else [])]
     chosen = _select(
         variants, 0, opset, (scores, vectors), frame.attribute("mask_id") if len(variants) > 1 else "", result_names
@@ -310,10 +311,10 @@ class _Weights:
         v, b = self.variant, self.builder
         if "bias" in operands:
             scores = b.add("Add", [scores, b.add("Cast", [operands["bias"]], to=TensorProto.FLOAT)])
-        if "relative_bias" in operands:
-            added = self._relative(operands["relative_bias"], sizes)
-            if "relative_bias_factor" in operands:
-                factor = b.add("Cast", [operands["relative_bias_factor"]], to=TensorProto.FLOAT)
+        if RELATIVE_BIAS in operands:
+            added = self._relative(operands[RELATIVE_BIAS], sizes)
+            if RELATIVE_BIAS_FACTOR in operands:
+                factor = b.add("Cast", [operands[RELATIVE_BIAS_FACTOR]], to=TensorProto.FLOAT)
                 added = b.add("Mul", [added, b.unsqueeze(factor, [3])])
             scores = b.add("Add", [scores, added])
         if v.expression.allows_all:
@@ -325,7 +326,7 @@ class _Weights:
         if "sink" in operands:
             return self._beside_sink(masked, operands["sink"], sizes)
         weights = b.add("Softmax", [masked], axis=-1)
-        biased = "bias" in operands or "relative_bias" in operands
+        biased = "bias" in operands or RELATIVE_BIAS in operands
         if (v.expression.allows_all and not biased) or v.empty_rows is EmptyRows.NAN:
             return weights
         empty = b.add("Equal", [b.reduce_max(masked, -1), minus])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
+from stof.mask.relative_roles import RELATIVE_BIAS_FACTOR, TABLE_ROLES
 from stof.runtime.library import LibraryError, op_limits, type_limits
 from stof.targets import Target
 
@@ -54,23 +55,22 @@ def operand_roles() -> frozenset[str]:
 
 
 def relative_roles() -> frozenset[str]:
-    """The roles of tables of rows by relative position; none without a library."""
+    """The roles of relative tables, and that of the factor of a relative bias; none without a library."""
     try:
-        return frozenset(r for r in operand_roles() if r.startswith("relative_") and r != "relative_bias")
+        return frozenset(r for r in operand_roles() if r in {*TABLE_ROLES, RELATIVE_BIAS_FACTOR})
     except LibraryError:
         return frozenset()
 
 
 def relative_roles_on(target: Target) -> frozenset[str]:
     """The roles of ``relative_roles`` that kernels of a target take. An earlier library does not say: all on the CPU alone."""
-    order = ("relative_key", "relative_key1", "relative_query", "relative_value")
     try:
         types = op_limits()[_OP]["targets"][target.name].get("types", {})
     except LibraryError:
         return frozenset()
-    usual = 0 if target.uses_gpu else len(order)
+    usual = 0 if target.uses_gpu else len(TABLE_ROLES)
     taken = min((numbers.get("relative_tables", usual) for numbers in types.values()), default=0)
-    return relative_roles() & {*order[:taken], *(("relative_bias_factor",) if taken else ())}
+    return relative_roles() & {*TABLE_ROLES[:taken], *((RELATIVE_BIAS_FACTOR,) if taken else ())}
 
 
 def element_types() -> frozenset[int]:

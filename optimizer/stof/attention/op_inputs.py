@@ -13,6 +13,14 @@ from stof.attention.bias_input import append_fp32_node, build_bias
 from stof.attention.relative_terms.tables import build_factor, build_tables
 from stof.graph.editor import Editor
 from stof.mask.relative_bias.distance_table import table_of
+from stof.mask.relative_roles import (
+    RELATIVE_BIAS,
+    RELATIVE_BIAS_FACTOR,
+    RELATIVE_KEY,
+    RELATIVE_KEY1,
+    RELATIVE_QUERY,
+    RELATIVE_VALUE,
+)
 from stof.mask.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
 from stof.symbolic import Symbolic
 
@@ -23,12 +31,12 @@ _PAD_TYPES = _TENSORRT_PAD_TYPES | {TensorProto.BOOL, TensorProto.UINT8}
 NEUTRAL: dict[str, np.ndarray] = {
     "pad": np.ones((1, 1), np.int64),
     "bias": np.zeros((1, 1, 1, 1), np.float32),
-    "relative_bias": np.zeros((1, 1), np.float32),
-    "relative_bias_factor": np.zeros((1, 1, 1), np.float32),
-    "relative_key": np.zeros((1, 1, 1), np.float32),
-    "relative_key1": np.zeros((1, 1, 1), np.float32),
-    "relative_query": np.zeros((1, 1, 1), np.float32),
-    "relative_value": np.zeros((1, 1, 1), np.float32),
+    RELATIVE_BIAS: np.zeros((1, 1), np.float32),
+    RELATIVE_BIAS_FACTOR: np.zeros((1, 1, 1), np.float32),
+    RELATIVE_KEY: np.zeros((1, 1, 1), np.float32),
+    RELATIVE_KEY1: np.zeros((1, 1, 1), np.float32),
+    RELATIVE_QUERY: np.zeros((1, 1, 1), np.float32),
+    RELATIVE_VALUE: np.zeros((1, 1, 1), np.float32),
     "sink": np.zeros(1, np.float32),
     "segment_q": np.zeros((1, 1), np.int64),
     "segment_k": np.zeros((1, 1), np.int64),
@@ -66,9 +74,9 @@ def build_operands(
     if mask.bias:
         tensors["bias"] = build_bias(editor, symbolic, site, mask.bias, extra)
     if mask.relative is not None:
-        tensors["relative_bias"] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
+        tensors[RELATIVE_BIAS] = editor.initializer("stof_relative_bias", table_of(mask.relative).copy())
     if mask.relative_factor is not None:
-        tensors["relative_bias_factor"] = build_factor(editor, symbolic, site, mask.relative_factor, extra)
+        tensors[RELATIVE_BIAS_FACTOR] = build_factor(editor, symbolic, site, mask.relative_factor, extra)
     if mask.relative_terms:
         tables: list[gs.Node] = []
         tensors |= build_tables(editor, symbolic, site, mask, tables)

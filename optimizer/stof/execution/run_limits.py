@@ -249,5 +249,8 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(number: float) -> str:
-    """Bytes for people: MiB, or GiB."""
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+    """Bytes for people, in three digits."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1024:.3g} KiB"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stof.execution.run_limits import show_bytes
 from stof.html_report import elements as e
-from stof.memory.memory_report import MemoryReport, show_bytes
+from stof.memory.memory_report import MemoryReport
 from stof.memory.peak import LiveTensor
 from stof.report import Report
 

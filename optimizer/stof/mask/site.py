@@ -292,7 +292,9 @@ class RelativeTable:
 
 @dataclass(frozen=True)
 class RelativeTerm:
-    """A part of the scores: queries, or keys, times the row of a table that an expression of q and k names.
+    """A part of the scores: queries, or keys, times the row of a relative table that an expression of q and k names.
+
+    With the role relative_value it is a part of the result: weights times rows.
 
     Attributes:
         role: of the operand: relative_key, relative_key1, relative_query or relative_value.

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import onnx
+
+from stof.graph.index import subgraphs
 
 _KEPT = 512  # elements of a constant: shapes and axes, which inference reads
 _INVENTED = "unk__"  # how ONNX's inference calls sizes that it does not know
@@ -14,7 +17,7 @@ DeclaredShape = tuple[int | str | None, ...]
 
 
 def infer_declared_shapes(model: onnx.ModelProto) -> dict[str, DeclaredShape]:
-    """Shapes of a model's tensors by name; those that are not known are left out."""
+    """Shapes of a model's tensors by name, those of inner graphs included; those that are not known are left out."""
     stripped = onnx.ModelProto(ir_version=model.ir_version)
     stripped.opset_import.extend(model.opset_import)
     graph = stripped.graph
@@ -33,8 +36,15 @@ def infer_declared_shapes(model: onnx.ModelProto) -> dict[str, DeclaredShape]:
         graph = onnx.shape_inference.infer_shapes(stripped).graph
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         graph = stripped.graph  # what is declared
-    values = (*graph.value_info, *graph.input, *graph.output)
-    return {v.name: shape for v in values if (shape := _shape(v)) is not None}
+    return {v.name: shape for v in _values(graph) if (shape := _shape(v)) is not None}
+
+
+def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """The described tensors, inner ones first: of tensors of one name the outer one counts."""
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from _values(inner)
+    yield from (*graph.value_info, *graph.input, *graph.output)
 
 
 def _shape(value: onnx.ValueInfoProto) -> DeclaredShape | None:

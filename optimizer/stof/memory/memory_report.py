@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stof.execution.run_limits import show_bytes
 from stof.memory.peak import LiveTensor, PeakEstimate
 
 _MOST_REASONS = 8
@@ -116,11 +117,3 @@ def quadratic_lines(estimate: PeakEstimate) -> list[str]:
 def describe_tensor(tensor: LiveTensor) -> str:
     """A tensor in a few words."""
     return f"{show_bytes(tensor.bytes)} {tensor.shape} of {tensor.node or repr(tensor.name)}"
-
-
-def show_bytes(number: float) -> str:
-    """Bytes for people, in three digits."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1024:.3g} KiB"

@@ -8,6 +8,7 @@ import os
 from functools import lru_cache
 
 import numpy as np
+import onnx
 
 from stof.graph.node_fields import plain_attributes_of
 from stof.memory.session_node import SessionNode
@@ -16,6 +17,8 @@ from stof.runtime.library import LibraryError, Op, Tensor, shape_of, tensor_of
 
 _MOST_THREADS = 64
 _KEY = 1  # of StofAttention's inputs; its value follows
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+_UNREAD = 1 << 20  # the address of weights, whose values decide nothing
 
 
 def operator_workspace(node: SessionNode, sizes: TensorSizes) -> list[int]:
@@ -23,25 +26,31 @@ def operator_workspace(node: SessionNode, sizes: TensorSizes) -> list[int]:
     arrays: list[np.ndarray] = []
     try:
         inputs = [_describe(name, sizes, arrays) for name in node.inputs]
-        found = _operator(node).workspace(inputs, _count_threads())
+        found = _operator(node).workspace(inputs, count_threads())
     except (LibraryError, ValueError):
-        found = None  # packed sequences, for instance: only a run knows their lengths
+        found = None  # of packed sequences, for instance, only a run knows the lengths
     return [_usual_workspace(node, sizes) if found is None else found]
 
 
 def _describe(name: str, sizes: TensorSizes, arrays: list[np.ndarray]) -> Tensor:
-    """An input as the library takes it; ``arrays`` keeps the data of constants alive."""
+    """An input as the library takes it, with data where they follow from the sizes; ``arrays`` keeps these alive."""
     if not name:
         return Tensor()
-    constant = sizes.constant(name)
-    if constant is None:
-        return shape_of(sizes.dtype(name), sizes.shape(name))
-    arrays.append(np.ascontiguousarray(constant))
+    shape = shape_of(sizes.dtype(name), sizes.shape(name))
+    if sizes.dtype(name) in _FLOATS:
+        shape.data = _UNREAD if sizes.is_constant(name) else None
+        return shape
+    known = sizes.constant(name)
+    if known is None:
+        known = sizes.integers(name)
+    if known is None:
+        return shape
+    arrays.append(np.ascontiguousarray(known))
     return tensor_of(arrays[-1])
 
 
 def _usual_workspace(node: SessionNode, sizes: TensorSizes) -> int:
-    """An fp32 copy of keys and values, which attention packs; of other operators next to nothing."""
+    """An fp32 copy of keys and values, which attention packs; of other operators nothing."""
     if node.op != "StofAttention":
         return 0
     return sum(4 * math.prod(sizes.shape(name)) for name in node.inputs[_KEY : _KEY + 2])
@@ -58,6 +67,6 @@ def _operator(node: SessionNode) -> Op:
     return _cached_operator(node.op, frozen)
 
 
-def _count_threads() -> int:
+def count_threads() -> int:
     """Those of a session with default options on this machine."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))

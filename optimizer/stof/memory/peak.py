@@ -10,9 +10,10 @@ from typing import Any
 import onnx
 
 from stof.graph.external_data import all_tensors
-from stof.graph.index import describe, producers
+from stof.graph.index import all_nodes, describe, producers
+from stof.memory.graph_run import Moment
 from stof.memory.quadratic import find_quadratic
-from stof.memory.run_estimate import MemoryEstimate, Moment, weight_bytes
+from stof.memory.run_estimate import MemoryEstimate, weight_bytes
 from stof.symbolic import Symbolic
 
 _MOST_TENSORS = 8
@@ -82,7 +83,7 @@ def estimate_peak(
     """
     estimate = MemoryEstimate(model, symbolic, is_optimized=True, is_strict=True, is_widened=is_widened)
     tensors = estimate.tensor_sizes(sizes)
-    writers = producers(model.graph.node)
+    writers = producers(all_nodes(model.graph.node))
 
     def live(name: str) -> LiveTensor:
         node = describe(writers[name]) if name in writers else ""

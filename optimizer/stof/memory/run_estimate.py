@@ -9,13 +9,10 @@ from dataclasses import dataclass
 
 import onnx
 
-from stof.memory.arena import Arena, ArenaChunk
-from stof.memory.declared_shapes import infer_declared_shapes
-from stof.memory.session_graph import read_session_graph
-from stof.memory.session_node import SessionNode
-from stof.memory.session_plan import plan_session
-from stof.memory.tensor_sizes import TensorSizes, UnknownSizeError, item_bytes
-from stof.memory.working_memory import WorkingMemory, working_memory
+from stof.memory.arena import Arena
+from stof.memory.graph_plan import GraphPlanner
+from stof.memory.graph_run import GraphRun, Moment
+from stof.memory.tensor_sizes import TensorSizes, item_bytes
 from stof.symbolic import Symbolic
 
 _FOUR_BITS = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4, onnx.TensorProto.FLOAT4E2M1})
@@ -36,31 +33,11 @@ class RunEstimate:
     outputs: int
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What is alive while a node runs.
-
-    Attributes:
-        node: the node.
-        buffers: bytes by the tensor that lies there.
-        working: bytes that its kernel takes besides.
-    """
-
-    node: SessionNode
-    buffers: Mapping[str, int]
-    working: int
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return sum(self.buffers.values()) + self.working
-
-
 class MemoryEstimate:
     """Estimates runs of a model in ONNX Runtime's CPU provider.
 
     Args:
-        model: whose main graph is looked at.
+        model: the model; graphs in its nodes count, too.
         symbolic: shapes of its tensors.
         is_optimized: whether the session optimizes graphs.
         is_strict: a tensor without a known size is an error; else it counts as nothing.
@@ -79,15 +56,13 @@ class MemoryEstimate:
         self._symbolic, self._is_strict, self._is_widened = symbolic, is_strict, is_widened
         self._nodes = list(model.graph.node)
         self.weights = sum(weight_bytes(t, is_widened=is_widened) for t in model.graph.initializer)
-        declared = infer_declared_shapes(model)
-        graph = read_session_graph(model, symbolic, declared, is_optimized=is_optimized)
-        items = {o: item_bytes(symbolic.dtype(o), is_widened=is_widened) for n in graph.nodes for o in n.outputs}
-        self._plan = plan_session(graph, declared, items)
-        self._outputs = graph.outputs
+        self._weight_names = {t.name for t in model.graph.initializer} - {i.name for i in model.graph.input}
+        planner = GraphPlanner(model, symbolic, is_optimized=is_optimized, is_widened=is_widened)
+        self._graph = planner.plan()
 
     def tensor_sizes(self, sizes: Mapping[str, int]) -> TensorSizes:
         """Sizes of the model's tensors."""
-        return TensorSizes(self._symbolic, sizes, self._nodes, is_widened=self._is_widened)
+        return TensorSizes(self._symbolic, sizes, self._nodes, self._weight_names, is_widened=self._is_widened)
 
     def run(self, sizes: Mapping[str, int]) -> RunEstimate:
         """The tensors that a run with these sizes of dimensions makes.
@@ -96,9 +71,10 @@ class MemoryEstimate:
             UnknownSizeError: of a strict estimate.
         """
         tensors = self.tensor_sizes(sizes)
+        run = self._run(tensors)
         peak = max((m.bytes for m in self.moments(tensors)), default=0)
-        total = sum(self._bytes(o, tensors) for s in self._plan.steps for o in s.node.outputs)
-        return RunEstimate(peak, total, sum(self._bytes(o, tensors) for o in self._outputs))
+        total = sum(run.bytes(o) for s in self._graph.plan.steps for o in s.node.outputs)
+        return RunEstimate(peak, total, sum(run.bytes(o) for o in set(self._graph.outputs)))
 
     def moments(self, tensors: TensorSizes) -> Iterator[Moment]:
         """What is alive at each node.
@@ -106,15 +82,7 @@ class MemoryEstimate:
         Raises:
             UnknownSizeError: of a strict estimate.
         """
-        held: dict[str, int] = {}
-        content: dict[str, str] = {}  # which tensor lies in a buffer
-        for step in self._plan.steps:
-            held |= {buffer: self._bytes(buffer, tensors) for buffer in step.made}
-            content |= {self._plan.buffer_of[o]: o for o in step.node.outputs}
-            working = self._working(step.node, tensors)
-            yield Moment(step.node, {content[b]: size for b, size in held.items()}, working.bytes)
-            for buffer in step.ended:
-                held.pop(buffer, None)
+        return self._run(tensors).moments(self._graph)
 
     def touched(self, tensors: TensorSizes) -> int:
         """Bytes of the arena that a run touches, which its process holds more at the end.
@@ -122,33 +90,12 @@ class MemoryEstimate:
         Raises:
             UnknownSizeError: of a strict estimate.
         """
-        arena, chunks = Arena(), dict[str, ArenaChunk | None]()
-        for step in self._plan.steps:
-            working = self._working(step.node, tensors)
-            taken = [arena.allocate(size) for size in working.before]
-            chunks |= {buffer: arena.allocate(self._bytes(buffer, tensors)) for buffer in step.made}
-            taken += [arena.allocate(size) for size in working.after]
-            for chunk in taken:
-                arena.free(chunk)
-            for buffer in step.ended:
-                arena.free(chunks.pop(buffer, None))
+        arena = Arena()
+        self._run(tensors).allocate(self._graph, arena)
         return arena.touched
 
-    def _bytes(self, name: str, tensors: TensorSizes) -> int:
-        try:
-            return tensors.bytes(name)
-        except UnknownSizeError:
-            if self._is_strict:
-                raise
-            return 0
-
-    def _working(self, node: SessionNode, tensors: TensorSizes) -> WorkingMemory:
-        try:
-            return working_memory(node, tensors)
-        except UnknownSizeError:
-            if self._is_strict:
-                raise
-            return WorkingMemory()
+    def _run(self, tensors: TensorSizes) -> GraphRun:
+        return GraphRun(tensors, is_strict=self._is_strict)
 
 
 def weight_bytes(tensor: onnx.TensorProto, *, is_widened: bool) -> int:

@@ -26,31 +26,39 @@ class SessionGraph:
     Attributes:
         nodes: in the order in which they run.
         outputs: tensors of the caller's, at the end.
-        given: tensors that are there before the first node: inputs and constants.
+        given: tensors that are there before the first node: inputs, constants, and outer tensors.
+        constants: those of them that are constant, and of outer ones.
     """
 
     nodes: tuple[SessionNode, ...]
     outputs: frozenset[str]
     given: frozenset[str]
+    constants: frozenset[str]
 
 
 def read_session_graph(
-    model: onnx.ModelProto, symbolic: Symbolic, declared: Mapping[str, DeclaredShape], *, is_optimized: bool
+    graph: onnx.GraphProto,
+    symbolic: Symbolic,
+    declared: Mapping[str, DeclaredShape],
+    outer_constants: Collection[str] = (),
+    *,
+    is_optimized: bool,
 ) -> SessionGraph:
-    """The main graph of a model as a session runs it.
+    """A graph as a session runs it.
 
     Args:
-        model: whose functions are those of fused operators, which the session has kernels for.
+        graph: the main graph of a model, or one of a node's.
         symbolic: facts of its tensors.
         declared: shapes that are known before sizes are.
+        outer_constants: constants around it.
         is_optimized: whether the session optimizes graphs, which is the default.
     """
-    graph = model.graph
     outputs = frozenset(o.name for o in graph.output)
     inputs = {i.name for i in graph.input}
     constants = {t.name for t in graph.initializer} - inputs
     constants |= {t.values.name for t in graph.sparse_initializer}
     given = inputs | constants
+    constants |= set(outer_constants)
     renamed: dict[str, str] = {}
     nodes: list[SessionNode] = []
     for proto in graph.node:
@@ -66,7 +74,9 @@ def read_session_graph(
     if is_optimized:
         nodes = merge_equal_nodes(nodes, _named_constants(graph), outputs)
         nodes = fuse_matmuls(nodes, outputs, partial(_is_scalar, symbolic, constants), partial(_is_float, symbolic))
-    return SessionGraph(tuple(nodes[i] for i in _order(nodes)), outputs, frozenset(given))
+    written = {o for node in nodes for o in node.outputs}
+    given |= {n for node in nodes for n in (*node.inputs, *node.captured) if n} - written
+    return SessionGraph(tuple(nodes[i] for i in _order(nodes)), outputs, frozenset(given), frozenset(constants))
 
 
 def _named_constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -14,7 +14,7 @@ from stof.errors import UnsupportedError
 from stof.execution.upcast import HALF
 from stof.graph.index import producers
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.sizes import evaluate, size_names
+from stof.symbolic.algebra.sizes import evaluate, evaluate_or_none, size_names
 from stof.symbolic.algebra.terms import Atom, Int
 
 _BROADCASTING = frozenset({"Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Where"})
@@ -35,6 +35,7 @@ class TensorSizes:
         symbolic: shapes of the model's tensors.
         sizes: of its dimensions, by name.
         nodes: those that write the tensors.
+        weights: names of stored tensors.
         is_widened: half-precision tensors count as fp32, as ONNX Runtime's CPU provider computes them.
     """
 
@@ -43,12 +44,14 @@ class TensorSizes:
         symbolic: Symbolic,
         sizes: Mapping[str, int],
         nodes: Iterable[onnx.NodeProto] = (),
+        weights: Collection[str] = frozenset(),
         *,
         is_widened: bool = True,
     ) -> None:
         self._symbolic = symbolic
         self._sizes = dict(sizes)
         self._writer = producers(nodes)
+        self._weights = weights
         self._is_widened = is_widened
         self._by_dim: dict[Int, int] = {}
         self._by_name: dict[str, int] = {}
@@ -81,9 +84,22 @@ class TensorSizes:
         """The ONNX element type."""
         return self._symbolic.dtype(name)
 
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor is the same in every run, whether its value is known or not."""
+        return name in self._weights or self._symbolic.is_constant(name)
+
     def constant(self, name: str) -> np.ndarray | None:
         """The value of a constant; None where it is none, or not known."""
         return self._symbolic.constant(name)
+
+    def integers(self, name: str) -> np.ndarray | None:
+        """The value of a small integer tensor that follows from the sizes; None where it is another one, or not known."""
+        value = self._symbolic.value(name)
+        elements = value.elements() if value is not None and value.kind == "i" else None
+        numbers = [evaluate_or_none(e, self._sizes) for e in elements or () if isinstance(e, Int)]
+        if elements is None or None in numbers or len(numbers) != len(elements):
+            return None
+        return np.array(numbers, helper.tensor_dtype_to_np_dtype(self.dtype(name))).reshape(self.shape(name))
 
     def item_bytes(self, name: str) -> int:
         """Bytes of one element."""

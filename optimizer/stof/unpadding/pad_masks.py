@@ -2,27 +2,30 @@
 """The key padding masks that attention reads: in its mask expression, or in its bias.
 
 A key is padding where an element of a tensor [B, T] is one certain number: 0 in an attention mask, 1 in a mask of padding,
-the number of the padding token in token ids. Keys of all other numbers are kept, whether attention allows them or not.
+the number of the padding token in token ids. In a mask of floats that the caller gives to be added to the scores, and that
+nothing else reads, every element of at most -10000 is padding. All other keys are kept, whether attention allows them or not.
 Where it may forbid them, too, a guard decides at run time whether a text has a key at all: else it keeps all rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.graph.index import DOMAIN, is_standard
+from stof.graph.index import DOMAIN, captured_tensors, is_standard
 from stof.graph.node_builder import Builder
 from stof.mask.expression import MaskExpression, allows_number, find_key_vector
 from stof.mask.expression_nodes import B, Constant, K, Lookup, Name, Node, in_order, print_node
 from stof.mask.site import FORBIDDING_VALUE
 from stof.symbolic import Symbolic
-from stof.symbolic.algebra.terms import Scalar, integer, var
+from stof.symbolic.algebra.terms import Real, Scalar, integer, var
 from stof.symbolic.rules.broadcasting import project
+from stof.symbolic.tensor import Index
 from stof.unpadding.element_values import ElementValues, find_compared, find_reads
 
 ATTENTION = "StofAttention"
@@ -30,10 +33,14 @@ ATTENTION = "StofAttention"
 LENGTH_ROLES = ("pad", "segment_k", "bias")
 _VECTORS = ("pad", "segment_k")
 _ONE = integer(1)
+# At a key, of tensors [B, T] with axes of size 1 between these.
+_INDICES: tuple[Index, ...] = tuple((var("b"), *[integer(0)] * ones, var("k")) for ones in range(3))
 _MOST_HEADS = 64  # of which elements are compared
 _STRING = onnx.AttributeProto.STRING
 # Results that have the numbers of their first input, in order.
 _SAME_NUMBERS = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze"})
+# Those of results that a mask is moved through on its way to the scores.
+_MOVES = _SAME_NUMBERS | {"Cast", "Expand", "Transpose"}
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 _COMPARED = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE})
 # Operators by which exporters make a mask of numbers.
@@ -49,10 +56,12 @@ class PadMask:
     Attributes:
         tensor: its name; [B, T], perhaps with axes of size 1 between these.
         number: its elements of this number are padding.
+        is_bound: and those below it.
     """
 
     tensor: str
     number: float = 0.0
+    is_bound: bool = False
 
     def add_real(self, builder: Builder, tensor: str, dtype: int) -> str:
         """Nodes that compute which elements of a tensor are not padding.
@@ -62,6 +71,10 @@ class PadMask:
             tensor: the mask, in any shape.
             dtype: its element type.
         """
+        if self.is_bound:
+            number = builder.constant(self.number, np.float32)
+            is_padding = builder.add("LessOrEqual", [builder.add("Cast", [tensor], to=TensorProto.FLOAT), number])
+            return builder.add("Not", [is_padding])
         if self.number == 0 or dtype == TensorProto.BOOL:
             real = builder.add("Cast", [tensor], to=TensorProto.BOOL)
             return builder.add("Not", [real]) if self.number else real
@@ -94,7 +107,7 @@ class KeyBias:
 
     Attributes:
         tensor: the bias [B or 1, H or 1, S or 1, T].
-        number: its elements at padding.
+        number: its elements at padding, at most.
         of_every_key: all keys that are not padding must have such a bias, since the mask may forbid some; else one.
         skips_padding: padding needs no key as a query.
     """
@@ -142,13 +155,38 @@ def may_have_padding(node: onnx.NodeProto) -> bool:
     return bool(roles & set(LENGTH_ROLES)) and not any(r.startswith("cumulative_") for r in roles)
 
 
-def find_padding(node: onnx.NodeProto, symbolic: Symbolic, writers: Mapping[str, onnx.NodeProto]) -> SitePadding | None:
+def find_added_masks(graph: onnx.GraphProto) -> frozenset[str]:
+    """Inputs of floats that are added to the scores of attention and read by nothing else: masks of the caller."""
+    others = {o.name for o in graph.output}
+    added: dict[str, str] = {}  # what is moved to a bias, by the bias
+    for node in reversed(graph.node):
+        biases = {operands_of(node).get("bias", "")} if may_have_padding(node) else set()
+        is_moved = (
+            is_standard(node) and node.op_type in _MOVES and node.output[0] in added and node.output[0] not in others
+        )
+        moved = {node.input[0]} if is_moved else set()
+        if not (is_standard(node) and node.op_type in ("Shape", "Size")):
+            others |= {*node.input, *captured_tensors(node)} - biases - moved
+        added |= dict.fromkeys(biases | moved, "")
+    inputs = {i.name for i in graph.input if i.type.tensor_type.elem_type in _FLOATS} - {
+        t.name for t in graph.initializer
+    }
+    return frozenset(inputs & added.keys() - others)
+
+
+def find_padding(
+    node: onnx.NodeProto,
+    symbolic: Symbolic,
+    writers: Mapping[str, onnx.NodeProto],
+    added: Collection[str] = frozenset(),
+) -> SitePadding | None:
     """The padding that a StofAttention node's mask or bias forbids in every row; None: there is none.
 
     Args:
         node: the node.
         symbolic: of its model.
         writers: the nodes of its graph by their outputs.
+        added: ``find_added_masks`` of its graph.
     """
     if not may_have_padding(node):
         return None
@@ -162,7 +200,7 @@ def find_padding(node: onnx.NodeProto, symbolic: Symbolic, writers: Mapping[str,
                 return replace(
                     found, has_averaged_padding=has_others and texts.get("empty_rows") not in ("zero", "nan")
                 )
-    return _find_in_bias(operands["bias"], symbolic, has_others) if "bias" in operands else None
+    return _find_in_bias(operands["bias"], symbolic, has_others, added) if "bias" in operands else None
 
 
 def _reads_keys_alone(conjunct: Node) -> bool:
@@ -204,11 +242,13 @@ def _find_behind(conjunct: Node, role: str, operand: str, symbolic: Symbolic) ->
     return None
 
 
-def _find_in_bias(bias: str, symbolic: Symbolic, has_mask: bool) -> SitePadding | None:
+def _find_in_bias(bias: str, symbolic: Symbolic, has_mask: bool, added: Collection[str]) -> SitePadding | None:
     """The padding that a bias [B or 1, H or 1, S or 1, T] forbids, beside a mask that depends on queries or none."""
     shape, element = symbolic.shape(bias), _element(bias, symbolic)
     if shape is None or len(shape) != 4 or element is None:
         return None
+    if (mask := _find_added(element, added)) is not None:
+        return SitePadding(mask, KeyBias(bias, mask.number, has_mask), has_mask or shape[2] != _ONE)
     for tensor, number, value in _assumptions(element, symbolic):
         if value <= FORBIDDING_VALUE:
             return SitePadding(PadMask(tensor, number), KeyBias(bias, value, has_mask), has_mask or shape[2] != _ONE)
@@ -232,11 +272,19 @@ def _element(name: str, symbolic: Symbolic) -> Scalar | None:
     return tensor.at(project(index, tensor.shape))
 
 
+def _find_added(element: Scalar, added: Collection[str]) -> PadMask | None:
+    """The mask of a caller that an element of a bias is, but for roundings to narrower types; None: it is none."""
+    while isinstance(element, Real) and element.kind == "rounded" and isinstance(element.args[0], Real):
+        element = element.args[0]
+    is_read = isinstance(element, Real) and element.kind == "read" and element.args[1] in _INDICES
+    tensor = str(element.args[0]) if isinstance(element, Real) and is_read else ""
+    return PadMask(tensor, FORBIDDING_VALUE, is_bound=True) if tensor in added else None
+
+
 def _assumptions(element: Scalar, symbolic: Symbolic) -> list[tuple[str, float, float]]:
     """Tensors [B, T] with a number that decides an element at every key where they have it: that element's number then."""
-    index = (var("b"), var("k"))
     found: list[tuple[str, float, float]] = []
-    for tensor in find_reads(element, index):
+    for index, tensor in [(i, t) for i in _INDICES for t in find_reads(element, i)]:
         dtype, numbers = symbolic.dtype(tensor), find_compared(element, tensor)
         if dtype == TensorProto.BOOL:
             numbers = [n for n in numbers if n in (0, 1)]

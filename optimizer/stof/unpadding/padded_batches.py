@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import onnx
+from onnx import TensorProto
 
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import size_names
@@ -38,4 +40,8 @@ def _describe_batch(graph: onnx.GraphProto, symbolic: Symbolic, region: Unpadded
             dimensions = frozenset()  # another size would have to grow with it
     # Scales of kept rows are others than those of all rows.
     is_quantized = region.has_common_scales(graph)
-    return PaddedBatch(region.mask.tensor, region.mask.number, dimensions, axes, is_quantized)
+    mask, number = region.mask, region.mask.number
+    if mask.is_bound:  # what most callers write
+        is_half = symbolic.dtype(mask.tensor) == TensorProto.FLOAT16
+        number = float(np.finfo(np.float16 if is_half else np.float32).min)
+    return PaddedBatch(mask.tensor, number, dimensions, axes, is_quantized, mask.number if mask.is_bound else None)

@@ -26,7 +26,7 @@ from stof.graph.index import (
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.tensor import Shape
-from stof.unpadding.pad_masks import ATTENTION, Guard, KeyBias, PadMask, SitePadding, find_padding
+from stof.unpadding.pad_masks import ATTENTION, Guard, KeyBias, PadMask, SitePadding, find_added_masks, find_padding
 from stof.unpadding.padding_values import PaddingValues
 from stof.unpadding.region import IndexRead, MaskResult, PositionRead, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
@@ -48,9 +48,9 @@ def find_regions(
     """
     nodes = model.graph.node
     masks: dict[PadMask, dict[int, SitePadding]] = {}
-    writers = producers(nodes)
+    writers, added = producers(nodes), find_added_masks(model.graph)
     for i, node in enumerate(nodes):
-        if (padding := find_padding(node, symbolic, writers)) is not None:
+        if (padding := find_padding(node, symbolic, writers, added)) is not None:
             masks.setdefault(padding.mask, {})[i] = padding
     taken: set[int] = set()
     results: list[MaskResult] = []
@@ -189,7 +189,8 @@ class _Analysis:
         shape = self.symbolic.shape(self.mask.tensor)
         if shape is not None and len(shape) == 2:
             self.tokens[self.mask.tensor] = TokenAxes(0, 1)
-            self.padding.set(self.mask.tensor, self.mask.number)
+            if not self.mask.is_bound:
+                self.padding.set(self.mask.tensor, self.mask.number)
         for i, node in enumerate(self.nodes):
             row_wise = self._row_wise(i, node)
             if row_wise is None:

@@ -32,6 +32,7 @@ class UnpadReport:
         zero_outputs: outputs whose rows of padding are 0, as ``--unpad on`` allows.
         rest: why other attentions under the mask stay padded; empty where none does.
         capacity: the number of tokens that there is room for in every run; 0: as much as a run has.
+        assumption: under which other numbers of the mask than one are padding; empty where they are not.
     """
 
     batch: str
@@ -47,6 +48,7 @@ class UnpadReport:
     zero_outputs: tuple[str, ...] = ()
     rest: str = ""
     capacity: int = 0
+    assumption: str = ""
 
 
 @dataclass
@@ -135,11 +137,15 @@ def _row_lines(row: UnpadReport) -> list[str]:
     lines = [f"  real tokens alone, by {row.batch}: {_facts(row)}"]
     if row.zero_outputs:
         lines.append(f"        rows of padding are 0 in {', '.join(row.zero_outputs)}")
+    if row.assumption:
+        lines.append(f"        {row.assumption}")
     return [*lines, f"        the rest is padded: {row.rest}"] if row.rest else lines
 
 
 def _explain_row(row: UnpadReport) -> list[str]:
     lines = [f"padding mask {'-' if row.index is None else row.index}  {row.batch}"]
     if row.replaced:
-        return [*lines, f"  match  {_facts(row)}", *([f"  rest   {row.rest}"] if row.rest else []), "  -> replaced"]
+        more = [f"  assume {row.assumption}"] if row.assumption else []
+        more += [f"  rest   {row.rest}"] if row.rest else []
+        return [*lines, f"  match  {_facts(row)}", *more, "  -> replaced"]
     return [*lines, f"  stopped: {row.reason}"]

@@ -28,6 +28,7 @@ from stof.unpadding.zero_rows import find_missing, with_zero_rows
 from stof.verification.padding.padded_batch import PaddedBatch
 
 _OFF = "see --unpad"
+_ADDED = "keys whose mask is -10000 or less are padding: assumed that no two scores of a query differ by more than 9000"
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +141,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                     zero_outputs=outputs,
                     rest=result.reason,
                     capacity=region.capacity,
+                    assumption=_ADDED if region.mask.is_bound else "",
                 )
             )
         return UnpadDecisions(described, UnpadSection(rows), tuple(regions))

@@ -80,7 +80,9 @@ STOF_EXPORT int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_co
                             int output_count, int threads, char* error, size_t error_size);
 
 /* Bytes that a run on the CPU takes besides inputs and outputs, by types and shapes: constant inputs have data, others
- * need none. threads: 1 … 64. An error where only a run can tell. */
+ * need none. Of floats only the address is looked at: weights that have one count as given to stof_op_prepare. Lengths
+ * of sequences, and tables of their blocks, may have data; without, caches count as full. threads: 1 … 64. An error
+ * where only a run can tell. */
 STOF_EXPORT int stof_op_workspace(const stof_op* op, const stof_tensor* inputs, int input_count, int threads,
                                   size_t* bytes, char* error, size_t error_size);
 

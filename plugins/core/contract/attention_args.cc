@@ -153,19 +153,18 @@ Status CheckSequences(const AttentionArgs& args) {
 Status CheckRelativeTable(const RelativeTable& table, int64_t size, bool has_further_column) {
   if (!table.given()) return Status();
   if (!IsFloat(table.dtype)) {
-    return Status::Error("a table of relative positions is fp32, fp16 or bf16, found data type " +
-                         TypeText(table.dtype));
+    return Status::Error("a relative table is fp32, fp16 or bf16, found data type " + TypeText(table.dtype));
   }
   const RelativeRows& index = table.index;
   if (table.columns != size && !(has_further_column && table.columns == size + 1)) {
-    return Status::Error("a table of relative positions has " + std::to_string(table.columns) +
+    return Status::Error("a relative table has " + std::to_string(table.columns) +
                          " columns, expected those of its vectors, " + std::to_string(size));
   }
   if (index.row == nullptr) return Status();  // not bound: only types and shapes are known
   if (index.count >= 1 && 0 <= index.first_row && index.first_row <= index.last_row && index.last_row < table.rows) {
     return Status();
   }
-  return Status::Error("pairs name rows that a table of relative positions does not have");
+  return Status::Error("pairs name rows that a relative table does not have");
 }
 
 Status CheckRelative(const AttentionArgs& args) {
@@ -180,8 +179,7 @@ Status CheckRelative(const AttentionArgs& args) {
   if (!scores.has_relative_tables() && !args.relative_value.given()) return Status();
   if (args.kv.columns != nullptr || args.kv.pages.given() || args.shape.kv_dtype != DType::kUndefined ||
       args.mask.fixed.window() != nullptr || (args.kv.key_ends != nullptr && !args.sequences.given())) {
-    return Status::Error(
-        "tables of relative positions go with no KV cache, quantized keys, gathered columns and causal windows");
+    return Status::Error("relative tables go with no KV cache, quantized keys, gathered columns and causal windows");
   }
   return Status();
 }

@@ -28,7 +28,7 @@ struct AttentionLimits {
   // The largest batch and length. Masks have the same limit, and the optimizer's proofs (LONGEST in stof.symbolic).
   static constexpr int64_t kMostLength = MaskExpr::kMaxSize;
   static constexpr int kMostOperands = 18;
-  // Rows of a table of relative positions; on the CPU, of one that weights multiply.
+  // Rows of a relative table; on the CPU, of one that weights multiply.
   static constexpr int64_t kMostRelativeRows = int64_t{1} << 23, kMostRelativeValueRows = 1024;
   // Words of attribute `operands`, beside table0, table1, ...
   static constexpr const char* kRoles[] = {"pad",

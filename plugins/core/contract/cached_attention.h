@@ -71,6 +71,8 @@ STOF_ALWAYS_INLINE DType CacheType(const CacheAppendArgs& args) {
 // The staging_capacity that a step needs; 0: present keeps all rows that its queries attend. Reads sizes, seqlens,
 // is_first_prompt and sliding_window; sequences with illegal seqlens are left out.
 int64_t CpuCacheStagingRows(const CacheAppendArgs& args);
+// Fills first_row alone, as CpuAppendToCache does. Of sequences with illegal seqlens it stays as it is.
+void CpuFindFirstRows(const CacheAppendArgs& args);
 // Checks seqlens and positions, and fills the caches, rotated_query and first_row. An error names the input and value.
 Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel);
 

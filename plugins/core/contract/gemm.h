@@ -33,6 +33,8 @@ void CpuGemm(const CpuGemmArgs& args, CpuIsa isa, void* workspace, const Paralle
 // A constant fp32 weight, or a pair of them, copied in the order in which the kernels read it.
 class CpuPackedWeights {
  public:
+  // Whether packing pays, on which Pack depends.
+  static bool DoesPay(CpuIsa isa, int64_t N, int64_t K);
   // b0, b1: [K, N], rows `stride` elements apart; b1: nullptr where there is none. False where packing does not pay, or
   // there is no memory: then take CpuGemm.
   bool Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K);

@@ -155,8 +155,9 @@ class Op {
     return Status();
   }
 
-  // Bytes that a run on the CPU with these types and shapes takes from allocate at most. Constants have data, others
-  // need none. The default: next to nothing.
+  // Bytes that a run on the CPU with these types and shapes takes from allocate. Constants have data, others need none.
+  // Of floats only the address is looked at: constant ones count as given to Prepare. Lengths without data are the
+  // longest. The default: none.
   virtual Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const {
     (void)inputs, (void)input_count, (void)threads;
     *workspace = 0;

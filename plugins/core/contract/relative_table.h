@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tables of relative positions: a row for every pair of a query and a key, which depends on their positions alone.
+// Relative tables: a row for every pair of a query and a key, which depends on their positions alone. The product of a
+// query or key with its row is a relative term of the score.
 #ifndef STOF_PLUGINS_CORE_CONTRACT_RELATIVE_TABLE_H_
 #define STOF_PLUGINS_CORE_CONTRACT_RELATIVE_TABLE_H_
 
@@ -39,8 +40,8 @@ struct RelativeRows {
   }
 };
 
-// [heads, rows, columns], dense. With one column more than its vectors have elements, the last one is added to each
-// dot product.
+// [heads, rows, columns], dense. With one column more than its vectors have elements, the last one is the row bias,
+// which is added to each dot product.
 struct RelativeTable {
   const void* data = nullptr;  // nullptr: none
   DType dtype = DType::kUndefined;

@@ -117,7 +117,7 @@ class MaskExpr {
 
   // `tables` are the constants by name ("table0"); every other operand is a run-time one. Blank text means True.
   static Status Parse(std::string_view text, const Tables& tables, MaskExpr* expr);
-  // An integer of the same grammar: what names a row of a table of relative positions. No text is no integer.
+  // An integer of the same grammar: what names a row of a relative table. No text is no integer.
   static Status ParseInteger(std::string_view text, const Tables& tables, MaskExpr* expr);
 
   const std::vector<ExprNode>& nodes() const { return nodes_; }

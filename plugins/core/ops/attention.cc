@@ -254,7 +254,9 @@ Status CreateAttention(const AttributeReader& attributes, std::unique_ptr<Op>* o
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
   std::vector<OpLimit> limits = ListAttentionLimits(target, dtype, {"most_operands", AttentionLimits::kMostOperands});
-  limits.push_back({"relative_tables", AttentionLimits::RelativeTablesOf(target)});
+  const int64_t tables = AttentionLimits::RelativeTablesOf(target);
+  limits.push_back({"relative_tables", tables});
+  if (tables > 3) limits.push_back({"most_relative_value_rows", AttentionLimits::kMostRelativeValueRows});
   return limits;
 }
 

@@ -20,7 +20,7 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   AttentionShape& shape = args->shape;
   if (m == 1 || shape.S % m != 0 || shape.T % m != 0 || sizes->P % m != 0) return false;
   if (shape.S / m < kMinResidueLength || shape.T / m < kMinResidueLength) return false;
-  // Biases, tables of relative positions and LSE would need strides of their own. A fully masked row that attends to
+  // Biases, relative tables and LSE would need strides of their own. A fully masked row that attends to
   // all keys means those of every class.
   const ScoreArgs& scores = args->scores;
   if (AttendsAllKeys(args->mask.empty_rows) || scores.bias.data != nullptr || scores.relative_bias.table != nullptr ||

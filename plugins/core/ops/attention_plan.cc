@@ -4,6 +4,7 @@
 
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/mask/block_mask_cache.h"
 #include "plugins/core/ops/attention_op.h"
 #include "plugins/core/ops/attention_operands.h"
@@ -11,8 +12,6 @@
 namespace stof {
 namespace {
 
-// A placeholder address where nothing is read: aligned as device memory is.
-constexpr uintptr_t kSomewhere = uintptr_t{1} << 20;
 constexpr int64_t kUsualLength = 1024;  // where none is known
 // Declared sizes may be huge: no tensor has to exist for them. Masks with more tables than this are left to the run,
 // and, on the CPU, masks with more tiles times nodes of the expression (some seconds if every tile is evaluated).
@@ -56,7 +55,7 @@ Status AttentionOp::PlanDevice(const Tensor* inputs, int input_count, DevicePlan
       plan->workspace = std::max(plan->workspace, workspace);
     }
   }
-  // Key columns are gathered first, and tables of relative positions expanded. The fp32 kernels split keys and values
+  // Key columns are gathered first, and relative tables expanded. The fp32 kernels split keys and values
   // into 16-bit terms first.
   plan->runs_several_kernels = pad != nullptr || !problem.mask->parts.dynamic.empty() ||
                                problem.args.shape.dtype == DType::kF32 || problem.mask->columns != nullptr ||
@@ -75,7 +74,7 @@ Status AttentionOp::PlanHost(const Tensor* inputs, int input_count, int threads,
     return Status::Error(attributes_.operands[i] + " has no data: only a run knows what the mask allows");
   }
   for (Tensor& tensor : given) {
-    if (tensor.data == nullptr) tensor.data = reinterpret_cast<void*>(kSomewhere);
+    if (tensor.data == nullptr) tensor.data = UnreadData();
   }
   Problem problem;
   STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, given.data(), input_count, &problem.args));
@@ -89,8 +88,8 @@ Status AttentionOp::PlanHost(const Tensor* inputs, int input_count, int threads,
   STOF_RETURN_IF_ERROR(BindOperands(problem.mask->parts, &problem.given, unread, &args, &pad));
   STOF_RETURN_IF_ERROR(relative_.Bind(problem.given, problem.sizes, &args, &problem.relative_rows));
   const size_t pad_bytes = pad == nullptr ? 0 : static_cast<size_t>(shape.B * shape.T);
-  if (pad != nullptr) args.mask.pad = reinterpret_cast<const uint8_t*>(kSomewhere);
-  args.output.data = reinterpret_cast<void*>(kSomewhere);
+  if (pad != nullptr) args.mask.pad = static_cast<const uint8_t*>(UnreadData());
+  args.output.data = UnreadData();
   problem.Split();
   const CpuAttentionConfig config = ChooseCpuAttention(args, std::max(1, threads));
   std::shared_ptr<const BlockMask> blocks;
@@ -195,7 +194,7 @@ bool AttentionOp::FillUnknownSizes(int64_t length, std::vector<Tensor>* tensors)
 }
 
 Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, bool known, bool keep) const {
-  for (Tensor& tensor : inputs) tensor.data = reinterpret_cast<void*>(kSomewhere);
+  for (Tensor& tensor : inputs) tensor.data = UnreadData();
   Problem problem;
   const Tensor* pad = nullptr;
   STOF_RETURN_IF_ERROR(BindForDevice(inputs.data(), static_cast<int>(inputs.size()), &problem, &pad));
@@ -205,7 +204,7 @@ Status AttentionOp::PrepareDeviceFor(std::vector<Tensor> inputs, int kernel, boo
   if (args.shape.B == 0 || args.shape.H == 0 || args.shape.S == 0 || args.shape.T == 0)
     return Status();  // nothing is computed
   if (args.shape.B * args.shape.H > kMostPreparedTables) return Status();
-  args.output.data = reinterpret_cast<void*>(kSomewhere);
+  args.output.data = UnreadData();
   size_t copies = 0;
   if (problem.copies.given())
     STOF_RETURN_IF_ERROR(PlanPaddedCopies(problem.is_pad_alone(), &problem.copies, &args, &pad, &copies));

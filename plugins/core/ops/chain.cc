@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -110,7 +111,6 @@ class StofChainOp final : public Op {
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override {
     STOF_RETURN_IF_ERROR(CheckOutputCount(output_count));
-    const int threads = std::max(1, context.parallel.threads);
     std::shared_ptr<BoundToShapes> bound;
     STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &bound));
     const auto count = static_cast<int>(chain_.outputs.size());
@@ -133,11 +133,27 @@ class StofChainOp final : public Op {
       if (backend == nullptr) return Status::Error(kNoCudaKernels);
       return backend->chain.run(chain_, bound->bound, from, to, bound->State(backend->chain), context);
     }
-    const std::shared_ptr<const cpu::ChainProgram> program = bound->Program(chain_, threads);
-    const size_t bytes = CpuChainWorkspace(*program, threads);
+    std::shared_ptr<const cpu::ChainProgram> program;
     void* workspace = nullptr;
-    STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
+    STOF_RETURN_IF_ERROR(PrepareCpu(context, bound.get(), &program, &workspace));
     CpuChain({from, to}, *program, workspace, context.parallel);
+    return Status();
+  }
+
+  Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override {
+    *workspace = 0;
+    std::shared_ptr<BoundToShapes> bound;
+    STOF_RETURN_IF_ERROR(Bind(inputs, input_count, &bound));
+    const std::vector<BoundOutput>& outputs = bound->bound.outputs;
+    const auto is_empty = [](const BoundOutput& output) {
+      return std::find(output.dims, output.dims + output.rank, 0) != output.dims + output.rank;
+    };
+    if (std::all_of(outputs.begin(), outputs.end(), is_empty)) return Status();
+    WorkspaceCounter counter;
+    std::shared_ptr<const cpu::ChainProgram> program;
+    void* unread = nullptr;
+    STOF_RETURN_IF_ERROR(PrepareCpu(counter.MakeContext(threads), bound.get(), &program, &unread));
+    *workspace = counter.bytes();
     return Status();
   }
 
@@ -161,6 +177,14 @@ class StofChainOp final : public Op {
     }
     if (tensor.data == nullptr && tensor.Elements() > 0) return Status::Error(name + " has no data");
     return Status();
+  }
+
+  // The program of a run, and its memory.
+  Status PrepareCpu(const RunContext& context, BoundToShapes* bound, std::shared_ptr<const cpu::ChainProgram>* program,
+                    void** workspace) const {
+    const int threads = std::max(1, context.parallel.threads);
+    *program = bound->Program(chain_, threads);
+    return context.Allocate(CpuChainWorkspace(**program, threads), workspace);
   }
 
   // The chain bound to these shapes: one of the last few, or a new one.

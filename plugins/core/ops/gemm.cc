@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/gemm/gemm.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -54,7 +55,8 @@ class StofGemmOp final : public Op {
 
   Status Prepare(const Tensor* inputs, int input_count) override {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
-    PackWeights(inputs);
+    const PackableWeights found = FindPackable(inputs);
+    if (found.b0 != nullptr) weights_.Pack(BestCpuIsa(), found.b0, found.b1, found.stride, found.N, found.K);
     return Status();
   }
   int InputCount() const override {
@@ -106,6 +108,21 @@ class StofGemmOp final : public Op {
     const CudaBackend* backend = FindCudaBackend();  // engines are built without kernels, too
     if (backend != nullptr) STOF_RETURN_IF_ERROR(backend->gemm.plan_workspace(ArgsOf(inputs, sizes), &plan->workspace));
     plan->workspace = std::max(plan->workspace, kGemmWorkspace);
+    return Status();
+  }
+  Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override {
+    *workspace = 0;
+    Sizes sizes;
+    STOF_RETURN_IF_ERROR(CheckInputs(inputs, input_count, &sizes));
+    if (sizes.M == 0 || sizes.N == 0) return Status();
+    // Runtimes give constant weights to Prepare.
+    const PackableWeights found = FindPackable(inputs);
+    const bool will_pack = found.b0 != nullptr && CpuPackedWeights::DoesPay(BestCpuIsa(), found.N, found.K);
+    WorkspaceCounter counter;
+    CpuRun run;
+    STOF_RETURN_IF_ERROR(
+        PrepareCpu(inputs, sizes, will_pack || IsPacked(inputs, sizes), counter.MakeContext(threads), &run));
+    *workspace = counter.bytes();
     return Status();
   }
   // A runtime that prepares nodes allows the first run of a shape to take its time.
@@ -267,21 +284,26 @@ class StofGemmOp final : public Op {
     return args;
   }
 
-  // Packs constant fp32 weights for the CPU kernels; errors in them are left to runs.
-  void PackWeights(const Tensor* inputs) {
+  // Constant fp32 weights that the CPU kernels take packed. b0 is nullptr where they are others; errors in them are
+  // left to runs.
+  struct PackableWeights {
+    const float *b0 = nullptr, *b1 = nullptr;
+    int64_t stride = 0, N = 0, K = 0;
+  };
+  PackableWeights FindPackable(const Tensor* inputs) const {
     const Tensor &b0 = inputs[1], &b1 = inputs[epilogue_.weights()];
     for (const Tensor* b : {&b0, &b1}) {
       int64_t count = 0;
-      if (b->data == nullptr || b->dtype != DType::kF32 || b->rank != 2 || !Count(*b, "b", &count).ok()) return;
+      if (b->data == nullptr || b->dtype != DType::kF32 || b->rank != 2 || !Count(*b, "b", &count).ok()) return {};
     }
     const int64_t K = b0.dims[0], stride = b0.dims[1], N = epilogue_.pair == GemmPair::kHalves ? stride / 2 : stride;
-    if (b1.dims[0] != K || b1.dims[1] != stride || N * epilogue_.products() != stride * epilogue_.weights()) return;
+    if (b1.dims[0] != K || b1.dims[1] != stride || N * epilogue_.products() != stride * epilogue_.weights()) return {};
     const auto* first = static_cast<const float*>(b0.data);
     const auto* second = epilogue_.pair == GemmPair::kTwo      ? static_cast<const float*>(b1.data)
                          : epilogue_.pair == GemmPair::kHalves ? first + N
                                                                : nullptr;
     if (epilogue_.form.swapped) std::swap(first, second);
-    weights_.Pack(BestCpuIsa(), first, second, stride, N, K);
+    return {first, second, stride, N, K};
   }
   // Whether a run has the weights that were packed. A runtime must not call weights constant that change.
   bool IsPacked(const Tensor* inputs, const Sizes& sizes) const {
@@ -305,89 +327,116 @@ class StofGemmOp final : public Op {
     return right;
   }
 
-  Status RunFused(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const CpuGemmEpilogue& fused,
-                  const RunContext& context) const {
-    void* workspace = context.allocate(context.self, CpuPackedGemmWorkspace(context.parallel.threads));
-    if (workspace == nullptr) return Status::Error("no memory for a block of products");
-    CpuPackedGemmArgs args;
-    args.M = sizes.M;
-    args.a = static_cast<const float*>(inputs[0].data);
-    args.output[0] = static_cast<float*>(output.data);
-    args.epilogue = &fused;
-    CpuPackedGemm(args, weights_, workspace, context.parallel);
+  // A run on the CPU, with all its memory: matmuls of as many rows as fit the caches, then the chain over them.
+  struct CpuRun {
+    bool is_packed = false;
+    bool is_fused = false;  // the packed kernels apply the epilogue: nothing else but `panel` is set
+    CpuGemmEpilogue fused;
+    int64_t rows = 0;          // of a block
+    size_t floats = 0;         // of a product of a block
+    float* product = nullptr;  // those of a block, side by side
+    void* panel = nullptr;     // workspace of the matmul
+    // Of blocks of `rows` rows, and of a shorter last one.
+    std::shared_ptr<const cpu::ChainProgram> program[2];
+    void* chain_workspace[2] = {};
+  };
+  Status PrepareCpu(const Tensor* inputs, const Sizes& sizes, bool is_packed, const RunContext& context,
+                    CpuRun* run) const {
+    constexpr int64_t kBlock = int64_t{1} << 20;  // elements of a product
+    const int threads = std::max(1, context.parallel.threads);
+    run->is_packed = is_packed;
+    run->is_fused = is_packed && FindFusedEpilogue(inputs, &run->fused);
+    const size_t panel_bytes = is_packed ? CpuPackedGemmWorkspace(threads) : CpuGemmWorkspace(threads);
+    STOF_RETURN_IF_ERROR(context.Allocate(panel_bytes, &run->panel));
+    if (run->is_fused) return Status();
+    run->rows = std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
+    run->floats = static_cast<size_t>((run->rows * sizes.N + 15) / 16 * 16);
+    void* product = nullptr;
+    STOF_RETURN_IF_ERROR(context.Allocate(4 * run->floats * static_cast<size_t>(epilogue_.products()), &product));
+    run->product = static_cast<float*>(product);
+    Chain chain = epilogue_.chain;
+    chain.outputs[0].type = inputs[0].dtype;
+    const int64_t blocks[2] = {run->rows, sizes.M % run->rows};
+    for (int i = 0; i < 2 && blocks[i] > 0; ++i) {
+      Tensor tensors[kChainMostInputs];
+      BindBlock(inputs, {blocks[i], sizes.N, sizes.K}, 0, *run, tensors);
+      BoundChain bound;
+      STOF_RETURN_IF_ERROR(BindChain(chain, tensors, chain.inputs, &bound));
+      run->program[i] = CompileCpuChain(chain, bound, BestCpuIsa(), threads);
+      STOF_RETURN_IF_ERROR(context.Allocate(CpuChainWorkspace(*run->program[i], threads), &run->chain_workspace[i]));
+    }
     return Status();
   }
 
-  // Matmuls of as many rows as fit the caches, then the chain over them.
+  // The inputs of the chain for a block of rows from m on.
+  void BindBlock(const Tensor* inputs, const Sizes& block, int64_t m, const CpuRun& run, Tensor* tensors) const {
+    for (int number = 0; number < epilogue_.chain.inputs; ++number) {
+      Tensor& tensor = tensors[number];
+      const GemmRead read = epilogue_.reads[static_cast<size_t>(number)];
+      if (number < epilogue_.products()) {
+        tensor.dtype = DType::kF32;
+        tensor = Flat(tensor, GemmRead::kMatrix, block);
+        tensor.data = run.product + static_cast<size_t>(number) * run.floats;
+      } else if (read != GemmRead::kUnused) {
+        tensor = Flat(inputs[epilogue_.InputOf(number)], read, block);
+        const int64_t skipped = read == GemmRead::kMatrix ? m * block.N : read == GemmRead::kRows ? m : 0;
+        if (skipped > 0) tensor.data = static_cast<char*>(tensor.data) + skipped * SizeOf(tensor.dtype);
+      }
+    }
+  }
+
   Status RunCpu(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const RunContext& context) const {
-    constexpr int64_t kBlock = int64_t{1} << 20;  // elements of a product
-    const bool packed = IsPacked(inputs, sizes);
-    CpuGemmEpilogue fused;
-    if (packed && FindFusedEpilogue(inputs, &fused)) return RunFused(inputs, output, sizes, fused, context);
-    const int threads = std::max(1, context.parallel.threads);
-    const int products = epilogue_.products();
-    const int64_t rows = std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
-    const CpuIsa isa = BestCpuIsa();
-    const auto floats = static_cast<size_t>((rows * sizes.N + 15) / 16 * 16);
-    auto* product = static_cast<float*>(context.allocate(context.self, 4 * floats * static_cast<size_t>(products)));
-    void* panel = context.allocate(context.self, packed ? CpuPackedGemmWorkspace(threads) : CpuGemmWorkspace(threads));
-    if (product == nullptr || panel == nullptr) return Status::Error("no memory for a block of products");
-    Chain chain = epilogue_.chain;
-    chain.outputs[0].type = output.dtype;
-    std::shared_ptr<const cpu::ChainProgram> program;
-    int64_t compiled = 0;
-    void* chain_workspace = nullptr;
-    const int64_t size = SizeOf(output.dtype);
-    const auto* b0 = static_cast<const char*>(inputs[1].data);
-    const char* const weight[2] = {
-        b0, epilogue_.pair == GemmPair::kTwo ? static_cast<const char*>(inputs[2].data) : b0 + sizes.N * size};
-    for (int64_t m = 0; m < sizes.M; m += rows) {
-      const Sizes block = {std::min(rows, sizes.M - m), sizes.N, sizes.K};
-      if (packed) {
-        CpuPackedGemmArgs args;
-        args.M = block.M;
-        args.a = static_cast<const float*>(inputs[0].data) + m * sizes.K;
-        args.output[0] = product, args.output[1] = product + floats;
-        if (epilogue_.form.swapped) std::swap(args.output[0], args.output[1]);
-        CpuPackedGemm(args, weights_, panel, context.parallel);
-      }
-      for (int i = 0; i < products && !packed; ++i) {
-        CpuGemmArgs args;
-        args.M = block.M, args.N = sizes.N, args.K = sizes.K;
-        args.dtype = output.dtype;
-        args.a = static_cast<const char*>(inputs[0].data) + m * sizes.K * size;
-        args.b = weight[i];
-        args.stride = inputs[1].dims[1];
-        args.output = product + static_cast<size_t>(i) * floats;
-        CpuGemm(args, isa, panel, context.parallel);
-      }
-      Tensor bound_inputs[kChainMostInputs];
+    CpuRun run;
+    STOF_RETURN_IF_ERROR(PrepareCpu(inputs, sizes, IsPacked(inputs, sizes), context, &run));
+    if (run.is_fused) {
+      CpuPackedGemmArgs args;
+      args.M = sizes.M;
+      args.a = static_cast<const float*>(inputs[0].data);
+      args.output[0] = static_cast<float*>(output.data);
+      args.epilogue = &run.fused;
+      CpuPackedGemm(args, weights_, run.panel, context.parallel);
+      return Status();
+    }
+    for (int64_t m = 0; m < sizes.M; m += run.rows) {
+      const Sizes block = {std::min(run.rows, sizes.M - m), sizes.N, sizes.K};
+      Multiply(inputs, block, m, run, context.parallel);
+      Tensor tensors[kChainMostInputs];
+      BindBlock(inputs, block, m, run, tensors);
       const void* from[kChainMostInputs] = {};
-      for (int number = 0; number < chain.inputs; ++number) {
-        Tensor& tensor = bound_inputs[number];
-        if (number < products) {
-          tensor.dtype = DType::kF32;
-          tensor = Flat(tensor, GemmRead::kMatrix, block);
-          tensor.data = product + static_cast<size_t>(number) * floats;
-        } else if (epilogue_.reads[static_cast<size_t>(number)] != GemmRead::kUnused) {
-          const GemmRead read = epilogue_.reads[static_cast<size_t>(number)];
-          tensor = Flat(inputs[epilogue_.InputOf(number)], read, block);
-          const int64_t skipped = read == GemmRead::kMatrix ? m * sizes.N : read == GemmRead::kRows ? m : 0;
-          if (skipped > 0) tensor.data = static_cast<char*>(tensor.data) + skipped * SizeOf(tensor.dtype);
-        }
-        from[number] = tensor.data;
-      }
-      if (compiled != block.M) {
-        BoundChain bound;
-        STOF_RETURN_IF_ERROR(BindChain(chain, bound_inputs, chain.inputs, &bound));
-        program = CompileCpuChain(chain, bound, isa, threads);
-        compiled = block.M;
-        STOF_RETURN_IF_ERROR(context.Allocate(CpuChainWorkspace(*program, threads), &chain_workspace));
-      }
-      void* to[kChainMostOutputs] = {static_cast<char*>(output.data) + m * sizes.N * size};
-      CpuChain({from, to}, *program, chain_workspace, context.parallel);
+      for (int number = 0; number < epilogue_.chain.inputs; ++number) from[number] = tensors[number].data;
+      void* to[kChainMostOutputs] = {static_cast<char*>(output.data) + m * sizes.N * SizeOf(output.dtype)};
+      const int which = block.M == run.rows ? 0 : 1;
+      CpuChain({from, to}, *run.program[which], run.chain_workspace[which], context.parallel);
     }
     return Status();
+  }
+
+  // The products of a block of rows from m on.
+  void Multiply(const Tensor* inputs, const Sizes& block, int64_t m, const CpuRun& run,
+                const Parallel& parallel) const {
+    const int64_t size = SizeOf(inputs[0].dtype);
+    const char* const a = static_cast<const char*>(inputs[0].data) + m * block.K * size;
+    if (run.is_packed) {
+      CpuPackedGemmArgs args;
+      args.M = block.M;
+      args.a = reinterpret_cast<const float*>(a);
+      args.output[0] = run.product, args.output[1] = run.product + run.floats;
+      if (epilogue_.form.swapped) std::swap(args.output[0], args.output[1]);
+      CpuPackedGemm(args, weights_, run.panel, parallel);
+      return;
+    }
+    const auto* b0 = static_cast<const char*>(inputs[1].data);
+    const void* const weight[2] = {b0, epilogue_.pair == GemmPair::kTwo ? inputs[2].data : b0 + block.N * size};
+    for (int i = 0; i < epilogue_.products(); ++i) {
+      CpuGemmArgs args;
+      args.M = block.M, args.N = block.N, args.K = block.K;
+      args.dtype = inputs[0].dtype;
+      args.a = a;
+      args.b = weight[i];
+      args.stride = inputs[1].dims[1];
+      args.output = run.product + static_cast<size_t>(i) * run.floats;
+      CpuGemm(args, BestCpuIsa(), run.panel, parallel);
+    }
   }
 
   const GemmEpilogue epilogue_;

@@ -24,6 +24,14 @@ Tables MaskTables(const NamedInputs& inputs, int first) {
   return tables;
 }
 
+Status CheckTableData(const NamedInputs& inputs, int first) {
+  for (int i = first; i < inputs.count(); ++i) {
+    if (!inputs.Has(i) || inputs[i].data != nullptr) continue;
+    return Status::Error(inputs.Name(i) + " has no data: only a run knows what the mask allows");
+  }
+  return Status();
+}
+
 ScoreArgs ScoresOf(const CachedAttentionAttributes& attributes, int64_t head_size) {
   ScoreArgs scores;
   scores.scale = attributes.scale != 0.0f ? attributes.scale : 1.0f / std::sqrt(static_cast<float>(head_size));

@@ -21,6 +21,9 @@ namespace stof {
 // The tables of a mask that are given, from input `first` on, with the inputs' names.
 Tables MaskTables(const NamedInputs& inputs, int first);
 
+// An error where a table of a mask has no data, by which plans of runs see what the mask allows.
+Status CheckTableData(const NamedInputs& inputs, int first);
+
 // Makes the mask of a node by make(mask), which reads tables from input `first` on. Where one of them is absent, it is
 // no constant: *mask stays nullptr, errors of `make` count for nothing, and each run makes the mask.
 template <typename Make>

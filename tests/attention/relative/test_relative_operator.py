@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of relative positions in StofAttention on the CPU, against the definition in fp64."""
+"""Relative tables in StofAttention on the CPU, against the definition in fp64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong tables of relative positions: an error that says what is expected, when a node is made or when sizes are known."""
+"""Wrong relative tables: an error that says what is expected, when a node is made or when sizes are known."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets whose kernels take no tables of relative positions: the term stays a bias there, and a problem with one is refused."""
+"""Targets whose kernels take no relative tables: the term stays a bias there, and a problem with one is refused."""
 
 from __future__ import annotations
 

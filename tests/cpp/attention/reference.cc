@@ -144,7 +144,7 @@ class RowWriter {
     return any;
   }
 
-  // Adds the products with tables of relative positions to the score of key j, and how large they may be to its size.
+  // Adds the products with relative tables to the score of key j, and how large they may be to its size.
   void AddTerms(int64_t j, double* score, double* size) const {
     const auto add = [&](const DenseTable& table, const std::vector<double>& rows, int64_t row, double norm) {
       if (table.values.empty()) return;

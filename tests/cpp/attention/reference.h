@@ -18,7 +18,7 @@ void StoreFloat(DType dtype, double value, void* target);
 // value as dtype holds it.
 double Rounded(DType dtype, double value);
 
-// A table of relative positions: [heads, rows, columns], and the row that each pair names, [S, T].
+// A relative table: [heads, rows, columns], and the row that each pair names, [S, T].
 struct DenseTable {
   std::vector<double> values;  // empty: none
   int64_t heads = 1, rows = 0, columns = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random tables of relative positions, and the row of them that each pair names: by the expression of the operator, and
+// Random relative tables, and the row of them that each pair names: by the expression of the operator, and
 // by a formula of the tests.
 #ifndef STOF_TESTS_CPP_ATTENTION_RELATIVE_PROBLEM_H_
 #define STOF_TESTS_CPP_ATTENTION_RELATIVE_PROBLEM_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which row of a table of relative positions a pair names: separation of expressions, parts, clamps, kinds and limits.
+// Which row of a relative table a pair names: separation of expressions, parts, clamps, kinds and limits.
 #include <algorithm>
 #include <memory>
 #include <string>

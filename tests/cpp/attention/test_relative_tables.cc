@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention with tables of relative positions on the CPU: the kernels of every instruction set of this machine against
+// Attention with relative tables on the CPU: the kernels of every instruction set of this machine against
 // the definition, and packed sequences beside the padded call.
 #include <cmath>
 #include <memory>

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stof.mask.expression import MaskExpression
+from stof.mask.relative_roles import RELATIVE_BIAS, RELATIVE_BIAS_FACTOR, RELATIVE_QUERY, RELATIVE_VALUE
 from stof.mask.site import EmptyRows
 from stof.runtime.library import Mask, Op
 
@@ -84,8 +85,8 @@ class Problem:
         return attributes if self.scale is None else {**attributes, "scale": self.scale}
 
     def _collect_added(self) -> dict[str, np.ndarray]:
-        added = {"bias": self.bias, "relative_bias": self.relative_bias, "sink": self.sink}
-        added |= {**self.relative, "relative_bias_factor": self.relative_bias_factor}
+        added = {"bias": self.bias, RELATIVE_BIAS: self.relative_bias, "sink": self.sink}
+        added |= {**self.relative, RELATIVE_BIAS_FACTOR: self.relative_bias_factor}
         return {role: array for role, array in added.items() if array is not None}
 
     def inputs(self) -> list[np.ndarray]:
@@ -168,9 +169,9 @@ def reference(problem: Problem) -> np.ndarray:
     elif problem.empty_rows is EmptyRows.ALL:
         weights = np.where(empty, _softmax(plain), weights)
     output: np.ndarray = np.einsum("bhst,bhtd->bhsd", weights, v)
-    if "relative_value" in problem.relative:
-        rows = problem.relative["relative_value"].astype(np.float64)
-        rows = np.broadcast_to(rows, (problem.q.shape[1], *rows.shape[1:]))[:, problem.rows("relative_value")]
+    if RELATIVE_VALUE in problem.relative:
+        rows = problem.relative[RELATIVE_VALUE].astype(np.float64)
+        rows = np.broadcast_to(rows, (problem.q.shape[1], *rows.shape[1:]))[:, problem.rows(RELATIVE_VALUE)]
         output = output + np.einsum("bhst,hstd->bhsd", weights, rows)
     return output
 
@@ -201,7 +202,7 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     scale = 1 / np.sqrt(q.shape[-1]) if problem.scale is None else problem.scale
     plain = np.einsum("bhsd,bhtd->bhst", q, k)
     for role in problem.relative:
-        if role != "relative_value":
+        if role != RELATIVE_VALUE:
             plain = plain + _multiply_rows(problem, role, q, k)
     plain = plain * scale
     if problem.softcap:
@@ -221,7 +222,7 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 def _multiply_rows(problem: Problem, role: str, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """The product of queries, or keys, with the rows that pairs name: [B, H, S, T]."""
-    of_keys = role == "relative_query"
+    of_keys = role == RELATIVE_QUERY
     vectors = k if of_keys else q
     table, rows = problem.relative[role].astype(np.float64), problem.rows(role)
     D = vectors.shape[-1]

@@ -37,6 +37,7 @@ from stof.mask.check.run_masks import tensors_by_role
 from stof.mask.empty_rows.weaker_rows import number_rows
 from stof.mask.evaluate import evaluate_mask
 from stof.mask.expression import MaskExpression
+from stof.mask.relative_roles import RELATIVE_BIAS_FACTOR
 from stof.mask.site import AttentionSite, EmptyRows, Layout, MaskTerm, TermKind
 from stof.verification.fp64_reference import compute_in_fp64
 from stof.verification.model_inputs import BATCH_WITH_ALL_PADDING, ModelInputs
@@ -230,7 +231,7 @@ class AttentionChecks(SiteChecks):
                     arrays[input_names["bias"]] = total
                 factor = mask.relative_factor
                 if factor is not None and factor.tensor in arrays:
-                    arrays[input_names["relative_bias_factor"]] = factor.lay_out(arrays[factor.tensor], site.num_heads)
+                    arrays[input_names[RELATIVE_BIAS_FACTOR]] = factor.lay_out(arrays[factor.tensor], site.num_heads)
                 for relative in mask.relative_terms:
                     if input_names[relative.role] not in arrays and relative.table.tensor in arrays:
                         table = compute_table(relative, arrays[relative.table.tensor], *scores_shape(site, arrays)[2:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, operand_roles, type_names
 from stof.mask.expression import MaskExpression
-from stof.mask.relative_terms.factor import FACTOR_ROLE
+from stof.mask.relative_roles import RELATIVE_BIAS_FACTOR
 from stof.runtime.library import LibraryError, Mask
 
 # Our kernel: about 0.75 of the FMA rate on full tiles, a little less where tiles are partial.
@@ -82,7 +82,9 @@ def refusals(problem: SiteProblem) -> list[str]:
         reasons.append(f"head size {sizes[0]} / {sizes[1]}, expected 1 to {largest}")
     if problem.dtype not in types:
         reasons.append(f"element type {problem.dtype}, expected {type_names(types, 'or')}")
-    roles = {role for role, *_ in problem.relative_terms} | ({FACTOR_ROLE} if problem.has_relative_factor else set())
+    roles = {role for role, *_ in problem.relative_terms} | (
+        {RELATIVE_BIAS_FACTOR} if problem.has_relative_factor else set()
+    )
     if missing := sorted(roles - operand_roles()):
         reasons.append(f"the plugin library takes no {', '.join(missing)}")
     added = problem.has_bias + problem.has_relative_factor + len(problem.relative_terms)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from stof.attention.decide.cost_cpu import GainEstimate, tile_density
 from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, relative_roles_on, type_names
-from stof.mask.relative_terms.factor import FACTOR_ROLE
+from stof.mask.relative_roles import RELATIVE_BIAS_FACTOR
 from stof.targets import CUDA
 
 _TILE = (128, 64)  # query rows × keys of most kernels
@@ -105,7 +105,9 @@ def refusals(problem: SiteProblem) -> list[str]:
         return []  # refused on every target
     limits, sizes = types[problem.dtype], (problem.head_size, problem.value_head_size)
     unit, largest = limits.head_size_multiple_of, limits.largest_head_size
-    roles = {role for role, *_ in problem.relative_terms} | ({FACTOR_ROLE} if problem.has_relative_factor else set())
+    roles = {role for role, *_ in problem.relative_terms} | (
+        {RELATIVE_BIAS_FACTOR} if problem.has_relative_factor else set()
+    )
     reasons = [f"no kernel on CUDA takes {role}" for role in sorted(roles - relative_roles_on(CUDA))]
     if any(size % unit for size in sizes):
         same = type_names((t for t in types if types[t].head_size_multiple_of == unit), "and")

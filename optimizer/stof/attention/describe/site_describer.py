@@ -25,7 +25,8 @@ from stof.mask.expression import MaskExpression
 from stof.mask.expression_parser import MaskSyntaxError
 from stof.mask.lift import lift, weaker_terms
 from stof.mask.relative_bias.lift import with_relative_bias
-from stof.mask.relative_terms.factor import FACTOR_ROLE, with_factor
+from stof.mask.relative_roles import RELATIVE_BIAS_FACTOR
+from stof.mask.relative_terms.factor import with_factor
 from stof.mask.relative_terms.lift import with_relative_terms, without_relative_terms
 from stof.mask.relative_terms.narrow import narrow_tables
 from stof.mask.relative_terms.values import with_relative_values
@@ -149,7 +150,7 @@ class SiteDescriber:
             try:
                 before = mask if way == site else with_relative_bias(self.checker, way, self._mask(way, entry))
                 lifted = with_relative_terms(self.checker, way, before, roles)
-                lifted = with_factor(self.checker, way, lifted) if FACTOR_ROLE in roles else lifted
+                lifted = with_factor(self.checker, way, lifted) if RELATIVE_BIAS_FACTOR in roles else lifted
                 if lifted.relative_terms or lifted.relative_factor is not None:
                     rest = without_relative_terms(way, lifted)
                     accept(self.checker, rest, lifted, ignore_empty_rows=self._ignores_rows(way))

@@ -33,8 +33,7 @@ class SiteProblem:
         has_bias: a tensor is added to the scores.
         has_relative_bias: a table by distance is added to the scores.
         has_sink: each row's softmax has a logit more.
-        relative_terms: products with rows by relative position: role, index, heads of the table (H or 1), whether rows have a
-            column more.
+        relative_terms: role, index, heads of the relative table (H or 1), whether its rows have a row bias.
         has_relative_factor: the table by distance is multiplied by a number of each query.
         replaces_fused_node: the baseline is one fused node of the runtime.
     """

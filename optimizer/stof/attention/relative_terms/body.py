@@ -10,26 +10,27 @@ from onnx import TensorProto
 
 from stof.graph.node_builder import Builder
 from stof.mask.expression import MaskExpression
+from stof.mask.relative_roles import RELATIVE_QUERY, RELATIVE_VALUE
 from stof.mask.to_onnx import ScoreSizes
 
 
 @dataclass(frozen=True)
 class RelativeProduct:
-    """A role whose operand is a table of rows, the integer expression that names them, and whether they have a column more."""
+    """The role of a relative table, the integer expression that names its rows, and whether they have a row bias."""
 
     role: str
     index: MaskExpression
-    has_column: bool
+    has_row_bias: bool
 
     @property
     def is_of_keys(self) -> bool:
         """Whether keys meet the rows, not queries."""
-        return self.role == "relative_query"
+        return self.role == RELATIVE_QUERY
 
     @property
     def is_of_weights(self) -> bool:
         """Whether weights meet the rows, behind the softmax."""
-        return self.role == "relative_value"
+        return self.role == RELATIVE_VALUE
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ def emit_product(
     last = b.add("Sub", [count, b.constant(1)])
     pairs = _rows(b, product, sizes, operands, last)
     query = vectors.key if product.is_of_keys else vectors.query
-    column = ""
-    if product.has_column:
+    row_bias = ""
+    if product.has_row_bias:
         split = b.add("Sub", [columns, b.constant(1)])
-        column = b.add("Gather", [table, split], axis=2)
+        row_bias = b.add("Gather", [table, split], axis=2)
         table = b.add("Slice", [table, b.constant([0]), b.unsqueeze(split, [0]), b.constant([2])])
     one = b.constant([1, 1, 1])
     batches = b.add("Concat", [b.unsqueeze(sizes.B, [0]), one], axis=0)  # a MatMul does not broadcast a batch of 0
     full = b.add("MatMul", [query, b.add("Expand", [b.add("Transpose", [table], perm=[0, 2, 1]), batches])])
-    if column:
-        full = b.add("Add", [full, b.unsqueeze(b.add("Mul", [column, vectors.scale]), [1])])
+    if row_bias:
+        full = b.add("Add", [full, b.unsqueeze(b.add("Mul", [row_bias, vectors.scale]), [1])])
     lengths = (sizes.T, sizes.S) if product.is_of_keys else (sizes.S, sizes.T)
     pairs = b.add("Transpose", [pairs], perm=[1, 0]) if product.is_of_keys else pairs
     index = b.add("Expand", [pairs, _vector(b, sizes.B, sizes.H, *lengths)])

@@ -105,14 +105,14 @@ def _build_table(
     if shift is None:
         return tensor
     vectors = editor.initializer("stof_relative_shift", shift[:, None, :].copy())
-    if len(shift) > 1 and table.head_axis is None:  # each head has a column of its own
+    if len(shift) > 1 and table.head_axis is None:  # each head has a row bias of its own
         heads = editor.initializer("stof_relative_heads", np.array([len(shift), 1, 1], np.int64))
         tensor = append_fp32_node(editor, extra, "Expand", [tensor, heads])
     # No MatMul: ONNX Runtime would fuse it with a Transpose in front of it, and its fused kernel divides by 0 rows.
     product = append_fp32_node(editor, extra, "Mul", [tensor, vectors])
     axis = editor.initializer("stof_relative_axis", np.array([2], np.int64))
-    column = append_fp32_node(editor, extra, "ReduceSum", [product, axis], keepdims=1)
-    return append_fp32_node(editor, extra, "Concat", [tensor, column], axis=2)
+    row_bias = append_fp32_node(editor, extra, "ReduceSum", [product, axis], keepdims=1)
+    return append_fp32_node(editor, extra, "Concat", [tensor, row_bias], axis=2)
 
 
 def _cut_of(symbolic: Symbolic, table: RelativeTable) -> Cut:

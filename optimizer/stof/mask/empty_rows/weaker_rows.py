@@ -21,7 +21,7 @@ from stof.graph.node_builder import Builder
 from stof.graph.node_fields import attributes_of
 from stof.mask.expression import PADDING, MaskExpression
 from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Name, Node, Q, join
-from stof.mask.relative_terms.products import VALUE_ROLE
+from stof.mask.relative_roles import RELATIVE_VALUE
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes
 
@@ -44,7 +44,7 @@ def weaker_mask(site: AttentionSite, mask: LiftedMask) -> LiftedMask:
         condition: Node = Binary("==", Lookup("segment_q", (B, row)), Constant(number))
         conditions.append(condition if expression.root == TRUE else join("and", [condition, expression.root]))
     if not mask.weaker.keeps_scores:
-        kept = tuple(t for t in mask.relative_terms if t.role == VALUE_ROLE)  # the weights' own
+        kept = tuple(t for t in mask.relative_terms if t.role == RELATIVE_VALUE)  # the weights' own
         mask = replace(mask, bias=(), by_data=(), relative=None, relative_factor=None, relative_terms=kept)
     return replace(_reading_less(mask, MaskExpression(join("or", conditions))), weaker=None)
 

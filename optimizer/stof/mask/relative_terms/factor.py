@@ -12,7 +12,6 @@ from stof.mask.site import AttentionSite, BiasFactor, LiftedMask, MaskNote, Mask
 from stof.symbolic import Symbolic
 from stof.symbolic.axis_atoms import ONE
 
-FACTOR_ROLE = "relative_bias_factor"
 _MOST_NODES = 8  # between the product and the term
 
 

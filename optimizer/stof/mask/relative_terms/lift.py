@@ -19,6 +19,7 @@ from stof.mask.expression import MaskExpression
 from stof.mask.from_condition import GraphNames, K, Q
 from stof.mask.lift import domain_of, index_of_pair
 from stof.mask.relative_bias.proof import constant_beyond
+from stof.mask.relative_roles import RELATIVE_QUERY, TABLES_OF_QUERIES
 from stof.mask.relative_terms.check import check_rows, run_rows
 from stof.mask.relative_terms.contraction import TensorElement, read_contraction
 from stof.mask.relative_terms.index import express_row, index_names, tabulate_rows
@@ -45,8 +46,6 @@ _SHORTEST, _LONGEST = 300, 1300  # lengths at which a term is run for its rows
 _MARGIN = 2  # entries kept beyond the proven radius, which float rounding may move
 _COUNTS = {1: "one term", 2: "two terms"}
 _BACK, _COLUMN = var("back"), Atom("var", ("k",))
-QUERY_ROLES = ("relative_key", "relative_key1")  # of tables that queries are multiplied by
-KEY_ROLE = "relative_query"
 
 
 def with_relative_terms(
@@ -60,7 +59,12 @@ def with_relative_terms(
         mask: of the site.
         roles: of operands that the kernels take.
     """
-    if not {*QUERY_ROLES, KEY_ROLE} & set(roles) or site.softcap or site.query_factor is not None or site.floored:
+    if (
+        not {*TABLES_OF_QUERIES, RELATIVE_QUERY} & set(roles)
+        or site.softcap
+        or site.query_factor is not None
+        or site.floored
+    ):
         return mask
     for term in mask.bias:
         if term.kind is not TermKind.ADD or term in mask.by_data:
@@ -82,7 +86,7 @@ def read_products(checker: MaskChecker, site: AttentionSite, mask: LiftedMask, t
         UnsupportedError: where its rows are no table.
     """
     try:
-        return _Lifter(checker, checker.trace, site, mask, QUERY_ROLES).read_products(term)
+        return _Lifter(checker, checker.trace, site, mask, TABLES_OF_QUERIES).read_products(term)
     except _OtherTermError:
         return []
 
@@ -258,7 +262,7 @@ class _Lifter:
         used = [t.role for t in self.mask.relative_terms]
         terms: list[RelativeTerm] = []
         for product, index in zip(products, indices, strict=True):
-            roles = QUERY_ROLES if product.is_query else (KEY_ROLE,)
+            roles = TABLES_OF_QUERIES if product.is_query else (RELATIVE_QUERY,)
             role = next((r for r in roles if r not in used), None)
             if role is None:
                 raise UnsupportedError(

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from stof.mask.expression import MaskExpression
 from stof.mask.expression_nodes import Binary, Constant, Name, Node, Unary, fold
 from stof.mask.lift import domain_of
-from stof.mask.relative_terms.products import VALUE_ROLE
+from stof.mask.relative_roles import RELATIVE_VALUE
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, RelativeTerm, RowRange
 from stof.symbolic import Symbolic, integer
 
@@ -33,7 +33,7 @@ def narrow_tables(symbolic: Symbolic, site: AttentionSite, mask: LiftedMask) -> 
         return mask
     all_keys = mask.empty_rows not in (EmptyRows.ZERO, EmptyRows.NAN)  # fully masked rows weigh the rows of all keys
     terms = tuple(
-        t if all_keys and t.role == VALUE_ROLE else _narrow(symbolic, site, t, window) for t in mask.relative_terms
+        t if all_keys and t.role == RELATIVE_VALUE else _narrow(symbolic, site, t, window) for t in mask.relative_terms
     )
     return mask if terms == mask.relative_terms else replace(mask, relative_terms=terms)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of queries, or keys, with rows of a relative table, as a term of the scores has them."""
+"""Products of queries, or keys, with rows of a relative table, as the scores have them: relative terms before they have roles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from stof.mask.relative_terms.operands import Match
 from stof.mask.relative_terms.table import FoundTable
 from stof.mask.site import MaskTerm
-
-VALUE_ROLE = "relative_value"  # of the table that weights are multiplied by
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from stof.errors import UnsupportedError
 from stof.mask.check.checker import MaskChecker
 from stof.mask.from_condition import B, H, K, Q
 from stof.mask.lift import domain_of
+from stof.mask.relative_roles import RELATIVE_VALUE, most_value_rows
 from stof.mask.relative_terms.check_values import check_values
 from stof.mask.relative_terms.contraction import Contraction, TensorElement, read_contraction
 from stof.mask.relative_terms.index import express_row, index_names
 from stof.mask.relative_terms.linear import linear_sum, reach_of_check
 from stof.mask.relative_terms.operands import D
-from stof.mask.relative_terms.products import VALUE_ROLE
 from stof.mask.relative_terms.table import FoundTable, find_table
 from stof.mask.site import (
     AddedValues,
@@ -35,7 +35,6 @@ from stof.symbolic.rules.broadcasting import project
 from stof.symbolic.tensor import Index
 from stof.symbolic.trace import Trace, replace_atoms, simplify_real, variables_of
 
-MOST_ROWS = 1024  # of a table of values: kernels keep a sum of weights for each
 _SUMMED = "l"
 
 
@@ -50,9 +49,9 @@ def with_relative_values(
     added = site.added_values
     if added is None:
         return mask
-    if VALUE_ROLE not in roles:
+    if RELATIVE_VALUE not in roles:
         raise UnsupportedError(
-            f"the attention weights give {added.tensor!r}, too, and the kernels of this target take no {VALUE_ROLE}"
+            f"the attention weights give {added.tensor!r}, too, and the kernels of this target take no {RELATIVE_VALUE}"
         )
     try:
         return _Values(checker, site, mask, added).lift()
@@ -82,8 +81,9 @@ class _Values:
         found, weight = self._read_sides(contraction)
         if inputs := self.checker.runner.inputs_behind(found.tensor):
             raise UnsupportedError(f"{found.tensor} depends on {', '.join(sorted(inputs))}")
-        if found.data or found.rows.constant is None or found.rows.constant > MOST_ROWS:
-            raise UnsupportedError(f"{found.tensor} has more than {MOST_ROWS} rows, or as many as inputs are long")
+        most = most_value_rows()  # kernels keep a sum of weights for each
+        if found.data or found.rows.constant is None or found.rows.constant > most:
+            raise UnsupportedError(f"{found.tensor} has more than {most} rows, or as many as inputs are long")
         names = index_names(self.checker, self.mask)
         index = express_row(self.site, self.domain, found.row, found.rows, names)
         tables = names.stored_tables()
@@ -93,8 +93,8 @@ class _Values:
             is_padded=found.is_padded,
         )  # fmt: skip
         heads = 1 if found.head_axis is None else self.site.num_heads
-        term = RelativeTerm(VALUE_ROLE, table, index, heads, MaskTerm(TermKind.ADD, self.added.tensor))
-        text = f"{self.added.tensor} becomes {VALUE_ROLE} by {index}"
+        term = RelativeTerm(RELATIVE_VALUE, table, index, heads, MaskTerm(TermKind.ADD, self.added.tensor))
+        text = f"{self.added.tensor} becomes {RELATIVE_VALUE} by {index}"
         return replace(
             self.mask,
             tables=tables,

@@ -28,6 +28,7 @@ class PaddedBatch:
         dimensions: the names of the dimension that counts positions; empty: their number cannot grow.
         axes: of each input of the model, the axes that are as long as that.
         is_quantized: whether nodes quantize these rows with one scale, which padding counts in.
+        bound: elements of the mask of at most this number are padding, too; None: no others are.
     """
 
     mask: str
@@ -35,12 +36,14 @@ class PaddedBatch:
     dimensions: frozenset[str]
     axes: Mapping[str, tuple[int, ...]]
     is_quantized: bool
+    bound: float | None = None
 
     def find_padding(self, inputs: ModelInputs, case: Case, feed: Feed) -> np.ndarray | None:
         """Which positions [B, S] are padding in a run; None where that is not known."""
         mask = feed.get(self.mask)
         if mask is not None and mask.ndim > 1 and mask.size == len(mask) * mask.shape[-1]:
-            return np.asarray(mask.reshape(len(mask), -1) == self.number)
+            flat = mask.reshape(len(mask), -1)
+            return np.asarray(flat == self.number if self.bound is None else flat <= self.bound)
         return inputs.padded_queries(case, feed)
 
 

@@ -10,6 +10,7 @@
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cached_attention.h"
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention.h"
@@ -53,6 +54,7 @@ class CachedAttentionOp final : public Op {
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override;
+  Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override;
   int InputCount() const override { return in::kTotal + 1; }
   int OutputCount() const override { return kOutputs; }
 
@@ -65,6 +67,15 @@ class CachedAttentionOp final : public Op {
   Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
   // The attention over `keys` keys that the append step leaves. Its memory is allocated.
   AttentionArgs AttentionOf(const Step& step, int64_t keys) const;
+  // The parts of a run on the CPU that depend on neither caches nor outputs' contents, and its memory.
+  struct HostRun {
+    HostMask mask;
+    AttentionArgs args;
+    CpuAttentionConfig config;
+    void* workspace = nullptr;
+  };
+  // first_row of the append step is filled. B and S are at least 1. *run must stay where it is.
+  Status PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step, HostRun* run) const;
   Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
   Status RunOnCuda(const CachedMask& mask, const RunContext& context, Step* step) const;
 
@@ -268,24 +279,73 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   STOF_RETURN_IF_ERROR(CheckLengths(a, step->total));
   STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
   if (a.B == 0 || a.S == 0) return Status();
+  HostRun run;
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(mask, context, *step, &run));
+  STOF_RETURN_IF_ERROR(CpuAttention(run.args, run.config, run.workspace, context.parallel));
+  return run.mask.mask->status();
+}
+
+Status CachedAttentionOp::PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step,
+                                       HostRun* run) const {
+  const CacheAppendArgs& a = step.append;
   std::vector<int32_t> ends(static_cast<size_t>(a.B));
   for (int64_t b = 0; b < a.B; ++b) {
     // Padding of a first prompt has no keys.
     const int64_t tokens = a.is_first_prompt ? int64_t{a.seqlens[b]} + 1 : a.S;
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
-  HostMask bound;
-  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, step->scores.bias.data != nullptr, std::move(ends), &bound));
-  AttentionArgs args = AttentionOf(*step, bound.keys);
-  args.mask.fixed = StaticMask::OfElements(bound.mask->view());
-  args.kv.key_ends = bound.ends.data();
-  args.kv.columns = bound.columns;
+  HostMask& bound = run->mask;
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, step.scores.bias.data != nullptr, std::move(ends), &bound));
+  run->args = AttentionOf(step, bound.keys);
+  run->args.mask.fixed = StaticMask::OfElements(bound.mask->view());
+  run->args.kv.key_ends = bound.ends.data();
+  run->args.kv.columns = bound.columns;
   const int threads = std::max(1, context.parallel.threads);
-  const CpuAttentionConfig config = ChooseCpuAttention(args, threads);
-  void* workspace = nullptr;
-  STOF_RETURN_IF_ERROR(context.Allocate(CpuAttentionWorkspace(args, config, threads), &workspace));
-  STOF_RETURN_IF_ERROR(CpuAttention(args, config, workspace, context.parallel));
-  return bound.mask->status();
+  run->config = ChooseCpuAttention(run->args, threads);
+  return context.Allocate(CpuAttentionWorkspace(run->args, run->config, threads), &run->workspace);
+}
+
+Status CachedAttentionOp::PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const {
+  *workspace = 0;
+  std::vector<Tensor> given(inputs, inputs + std::max(0, input_count));
+  const Inputs all(given.data(), input_count, in::kNames);
+  STOF_RETURN_IF_ERROR(all.CheckCount(in::kTotal + 1, in::kCount));
+  std::shared_ptr<const CachedMask> mask = mask_;
+  if (mask == nullptr) {
+    STOF_RETURN_IF_ERROR(CheckTableData(all, in::kTables));
+    STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
+  }
+  // Lengths that no data says are the longest: those of a full cache.
+  const Tensor &query = given[in::kQuery], &past = given[in::kPastKey];
+  const int64_t S = query.rank > 1 ? query.dims[1] : 0, rows = past.rank == 4 ? past.dims[2] : 0;
+  auto total = static_cast<int32_t>(std::min(S, Limits::kMostLength) + std::min(rows, Limits::kMostLength));
+  total = std::min(total, static_cast<int32_t>(Limits::kMostLength));
+  if (all.Has(in::kTotal) && given[in::kTotal].data == nullptr) given[in::kTotal].data = &total;
+  for (Tensor& tensor : given) {
+    if (&tensor != &given[in::kSeqlens] && tensor.data == nullptr) tensor.data = UnreadData();
+  }
+  Step step;
+  STOF_RETURN_IF_ERROR(Bind(all, &step));
+  CacheAppendArgs& a = step.append;
+  if (a.B == 0 || a.S == 0) return Status();
+  std::vector<int32_t> seqlens(static_cast<size_t>(a.B), static_cast<int32_t>(step.total - 1));
+  if (a.seqlens == nullptr) a.seqlens = seqlens.data();
+  STOF_RETURN_IF_ERROR(CheckLengths(a, step.total));
+  a.present_key = a.present_value = step.output = UnreadData();
+  step.scores = ScoresOf(attributes_, a.D);
+  const AttentionShape shape = {a.B, a.H, a.G, a.S, step.total, a.D, a.D, a.dtype};
+  STOF_RETURN_IF_ERROR(BindBias(all, in::kBias, shape, &step.scores));
+  STOF_RETURN_IF_ERROR(BindSink(all, in::kSink, shape, &step.scores));
+  WorkspaceCounter counter;
+  const RunContext context = counter.MakeContext(threads);
+  STOF_RETURN_IF_ERROR(Allocate(context, &a));
+  std::vector<int32_t> first_rows(static_cast<size_t>(a.B));
+  a.first_row = first_rows.data();
+  CpuFindFirstRows(a);
+  HostRun run;
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(*mask, context, step, &run));
+  *workspace = counter.bytes();
+  return Status();
 }
 
 Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& context, Step* step) const {

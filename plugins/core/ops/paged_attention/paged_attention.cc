@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "plugins/core/contract/attention_limits.h"
+#include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
@@ -59,6 +60,7 @@ class PagedAttentionOp final : public Op {
   Status InferOutputs(const Tensor* inputs, int input_count, Tensor* outputs, int output_count) const override;
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override;
+  Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override;
   int InputCount() const override { return kLeastInputs; }
   int OutputCount() const override { return kOutputs; }
 
@@ -67,6 +69,8 @@ class PagedAttentionOp final : public Op {
   Status Bind(const Inputs& inputs, PagedRun* run) const;
   Status BindCache(const Inputs& inputs, PagedRun* run) const;
   Status BindMetadata(const Inputs& inputs, PagedRun* run) const;
+  // Binds the attention behind the append step, whose arguments are bound.
+  Status BindAttention(const Inputs& inputs, const CachedMask& mask, PagedRun* run) const;
   Status MakeMask(const Inputs& inputs, std::shared_ptr<const CachedMask>* mask) const;
 
   PagedAttributes attributes_;
@@ -195,18 +199,50 @@ Status PagedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor
   PagedAppendArgs& p = run.append;
   p.tokens.present_key = outputs[1].data;
   p.tokens.present_value = outputs[2].data;
-  if (mask->is_range) p.window_left = mask->window_left;
   run.output = outputs[0].data;
-  run.kernel = attributes_.common.kernel.c_str();
-  const CacheAppendArgs& a = p.tokens;
-  run.scores = ScoresOf(attributes_.common, a.D);
-  // Sinks depend on neither batch nor lengths.
-  STOF_RETURN_IF_ERROR(BindSink(all, in::kSink, {1, a.H, a.G, 1, 1, a.D, a.D, a.dtype}, &run.scores));
+  STOF_RETURN_IF_ERROR(BindAttention(all, *mask, &run));
   if (!context.on_cuda) return RunPagedOnCpu(*mask, context, &run);
   const CudaBackend* backend = nullptr;
   RunContext own;
   STOF_RETURN_IF_ERROR(FindDevice(mask_ != nullptr, context, &keeper_, &backend, &own));
   return RunPagedOnCuda(*mask, *backend, own, &run);
+}
+
+Status PagedAttentionOp::BindAttention(const Inputs& inputs, const CachedMask& mask, PagedRun* run) const {
+  if (mask.is_range) run->append.window_left = mask.window_left;
+  run->kernel = attributes_.common.kernel.c_str();
+  const CacheAppendArgs& a = run->append.tokens;
+  run->scores = ScoresOf(attributes_.common, a.D);
+  // Sinks depend on neither batch nor lengths.
+  return BindSink(inputs, in::kSink, {1, a.H, a.G, 1, 1, a.D, a.D, a.dtype}, &run->scores);
+}
+
+Status PagedAttentionOp::PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const {
+  *workspace = 0;
+  std::vector<Tensor> given(inputs, inputs + std::max(0, input_count));
+  const Inputs all(given.data(), input_count, in::kNames);
+  STOF_RETURN_IF_ERROR(all.CheckCount(kLeastInputs, in::kCount));
+  std::shared_ptr<const CachedMask> mask = mask_;
+  if (mask == nullptr) {
+    STOF_RETURN_IF_ERROR(CheckTableData(all, in::kTables));
+    STOF_RETURN_IF_ERROR(MakeMask(all, &mask));
+  }
+  for (int i = 0; i < input_count; ++i) {
+    const bool is_read = i == in::kCumulative || i == in::kPast || i == in::kBlockTable || i == in::kMetadata;
+    if (!is_read && all.Has(i) && given[static_cast<size_t>(i)].data == nullptr) {
+      given[static_cast<size_t>(i)].data = UnreadData();
+    }
+  }
+  PagedRun run;
+  STOF_RETURN_IF_ERROR(Bind(all, &run));
+  CacheAppendArgs& a = run.append.tokens;
+  if (a.S == 0 || run.append.B == 0) return Status();
+  a.present_key = a.present_value = run.output = UnreadData();
+  STOF_RETURN_IF_ERROR(BindAttention(all, *mask, &run));
+  WorkspaceCounter counter;
+  STOF_RETURN_IF_ERROR(PlanPagedOnCpu(*mask, counter.MakeContext(threads), &run));
+  *workspace = counter.bytes();
+  return Status();
 }
 
 Status CreatePagedAttention(const AttributeReader& attributes, std::unique_ptr<Op>* op) {

@@ -39,6 +39,9 @@ struct PagedRun {
 };
 
 Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun* run);
+// Takes from the context what a run on the CPU takes, and does nothing else. Where lengths, block table or slots have
+// no data, each sequence gets as many of the tokens, and a full row of the table.
+Status PlanPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun* run);
 // The mask's tables are constant.
 Status RunPagedOnCuda(const CachedMask& mask, const CudaBackend& backend, const RunContext& context, PagedRun* run);
 

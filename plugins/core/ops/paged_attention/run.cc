@@ -9,6 +9,7 @@
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/ops/kv_attention.h"
 #include "plugins/core/ops/paged_attention/paged_attention.h"
 
@@ -95,7 +96,7 @@ Status BindBatch(const CachedMask& mask, const PagedRun& run, const PagedStep& s
   args.output.data = const_cast<char*>(Advance(run.output, first_token * a.H * a.D, a.dtype));
   args.output.stride = {S * a.H * a.D, a.D, a.H * a.D};
   args.kv.pages = p.pages;
-  args.kv.pages.table = step.table.data() + batch.first * step.columns;
+  if (!step.table.empty()) args.kv.pages.table = step.table.data() + batch.first * step.columns;
   args.kv.pages.columns = step.columns;
   args.kv.key_ends = ends;
   const ExprSizes sizes = {args.shape.B, args.shape.H, args.shape.S, args.shape.T, 0};
@@ -105,28 +106,70 @@ Status BindBatch(const CachedMask& mask, const PagedRun& run, const PagedStep& s
   return Status();
 }
 
-}  // namespace
-
-Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun* run) {
-  PagedAppendArgs& p = run->append;
-  CacheAppendArgs& a = p.tokens;
-  PagedStep step;
-  STOF_RETURN_IF_ERROR(CheckPagedStep(p, &step));
-  // All memory before the first change of the cache.
+// The attention of all sequences on the CPU, and the memory of the run.
+struct HostRun {
+  std::vector<BatchRun> batches;
+  void* workspace = nullptr;
+};
+Status PrepareOnCpu(const CachedMask& mask, const RunContext& context, const PagedStep& step, PagedRun* run,
+                    HostRun* host) {
+  CacheAppendArgs& a = run->append.tokens;
   if (run->has_query_copy) {
     STOF_RETURN_IF_ERROR(AllocateFor(context, {a.S, a.H, a.D, SizeOf(a.dtype)}, &a.rotated_query));
   }
-  std::vector<BatchRun> runs;
   const int threads = std::max(1, context.parallel.threads);
   size_t bytes = 0;
-  for (const Batch& batch : FindBatches(p)) {
+  for (const Batch& batch : FindBatches(run->append)) {
     BatchRun bound;
     STOF_RETURN_IF_ERROR(BindBatch(mask, *run, step, batch, threads, &bound));
     bytes = std::max(bytes, CpuAttentionWorkspace(bound.args, bound.config, threads));
-    runs.push_back(std::move(bound));
+    host->batches.push_back(std::move(bound));
   }
-  void* workspace = nullptr;
-  STOF_RETURN_IF_ERROR(context.Allocate(bytes, &workspace));
+  return context.Allocate(bytes, &host->workspace);
+}
+
+// The lengths of a step whose sequences share N tokens as evenly as possible, and fill their rows of the block table.
+struct LongestStep {
+  explicit LongestStep(const PagedAppendArgs& p) {
+    const int64_t rows = p.rows_of_table();
+    cumulative.push_back(0);
+    for (int64_t b = 0; b < p.B; ++b) {
+      const int64_t tokens = p.tokens.S / p.B + (b < p.tokens.S % p.B ? 1 : 0);
+      cumulative.push_back(static_cast<int32_t>(cumulative.back() + tokens));
+      past.push_back(static_cast<int32_t>(std::max<int64_t>(0, rows - tokens)));
+      step.key_ends.push_back(static_cast<int32_t>(past.back() + tokens));
+    }
+    step.columns = p.pages.columns;
+  }
+  std::vector<int32_t> cumulative, past;
+  PagedStep step;
+};
+
+}  // namespace
+
+Status PlanPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun* run) {
+  PagedAppendArgs& p = run->append;
+  HostRun host;
+  PagedStep step;
+  const bool has_slots = p.slot_mapping != UnreadData();
+  if (p.cumulative != nullptr && p.past != nullptr && p.pages.table != nullptr && has_slots) {
+    STOF_RETURN_IF_ERROR(CheckPagedStep(p, &step));
+    return PrepareOnCpu(mask, context, step, run, &host);
+  }
+  const LongestStep longest(p);
+  p.cumulative = longest.cumulative.data();
+  p.past = longest.past.data();
+  p.pages.table = static_cast<const int32_t*>(UnreadData());
+  return PrepareOnCpu(mask, context, longest.step, run, &host);
+}
+
+Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun* run) {
+  PagedAppendArgs& p = run->append;
+  const CacheAppendArgs& a = p.tokens;
+  PagedStep step;
+  STOF_RETURN_IF_ERROR(CheckPagedStep(p, &step));
+  HostRun host;  // all memory before the first change of the cache
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(mask, context, step, run, &host));
   const auto cache_bytes = static_cast<size_t>(a.capacity * a.G * a.D * SizeOf(a.dtype));
   if (a.present_key != p.from_key && cache_bytes > 0) {
     std::memcpy(a.present_key, p.from_key, cache_bytes);
@@ -137,8 +180,8 @@ Status RunPagedOnCpu(const CachedMask& mask, const RunContext& context, PagedRun
   if (a.S > tokens) {  // padding
     std::memset(static_cast<char*>(run->output) + tokens * row, 0, static_cast<size_t>((a.S - tokens) * row));
   }
-  for (const BatchRun& bound : runs) {
-    STOF_RETURN_IF_ERROR(CpuAttention(bound.args, bound.config, workspace, context.parallel));
+  for (const BatchRun& bound : host.batches) {
+    STOF_RETURN_IF_ERROR(CpuAttention(bound.args, bound.config, host.workspace, context.parallel));
     STOF_RETURN_IF_ERROR(bound.mask->status());
   }
   return Status();

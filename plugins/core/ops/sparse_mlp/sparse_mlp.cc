@@ -251,6 +251,15 @@ class SparseMlpOp final : public Op {
     return backend->sparse_mlp.plan_workspace(args, &plan->workspace);
   }
 
+  Status PlanHost(const Tensor* inputs, int input_count, int, size_t* workspace) const override {
+    *workspace = 0;
+    SparseMlpArgs args;
+    STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
+    STOF_RETURN_IF_ERROR(Binder(attributes_, inputs, input_count).Bind(&args));
+    if (args.T > 0 && args.N > 0) *workspace = CpuSparseMlpWorkspace(args);
+    return Status();
+  }
+
   Status Run(const Tensor* inputs, int input_count, const Tensor* outputs, int output_count,
              const RunContext& context) const override {
     SparseMlpArgs args;
