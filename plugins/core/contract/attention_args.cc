@@ -150,13 +150,13 @@ Status CheckSequences(const AttentionArgs& args) {
   return Status();
 }
 
-Status CheckRelativeTable(const RelativeTable& table, int64_t size, bool has_further_column) {
+Status CheckRelativeTable(const RelativeTable& table, int64_t size, bool has_row_bias) {
   if (!table.given()) return Status();
   if (!IsFloat(table.dtype)) {
     return Status::Error("a relative table is fp32, fp16 or bf16, found data type " + TypeText(table.dtype));
   }
   const RelativeRows& index = table.index;
-  if (table.columns != size && !(has_further_column && table.columns == size + 1)) {
+  if (table.columns != size && !(has_row_bias && table.columns == size + 1)) {
     return Status::Error("a relative table has " + std::to_string(table.columns) +
                          " columns, expected those of its vectors, " + std::to_string(size));
   }

@@ -46,7 +46,7 @@ Status BindFactor(const Tensor& factor, const AttentionShape& shape, RelativeBia
 // The vectors that rows of a table are multiplied with, or added to: their size, and the most rows.
 struct RelativeKind {
   int64_t size = 0, most_rows = 0;
-  bool has_further_column = false;
+  bool has_row_bias = false;
 };
 
 Status BindRelativeTable(const std::string& role, const Tensor& table, const AttentionShape& shape,
@@ -57,9 +57,9 @@ Status BindRelativeTable(const std::string& role, const Tensor& table, const Att
   const int64_t least_rows = shape.S == 0 || shape.T == 0 ? 0 : 1;
   if (table.rank != 3 || (table.dims[0] != 1 && table.dims[0] != shape.H) || table.dims[1] < least_rows ||
       table.dims[1] > kind.most_rows ||
-      (table.dims[2] != kind.size && !(kind.has_further_column && table.dims[2] == kind.size + 1))) {
+      (table.dims[2] != kind.size && !(kind.has_row_bias && table.dims[2] == kind.size + 1))) {
     const std::string columns =
-        std::to_string(kind.size) + (kind.has_further_column ? " or " + std::to_string(kind.size + 1) : std::string());
+        std::to_string(kind.size) + (kind.has_row_bias ? " or " + std::to_string(kind.size + 1) : std::string());
     return Status::Error(role + " has shape " + ShapeText(table) + ", expected [1 or " + std::to_string(shape.H) +
                          ", 1 to " + std::to_string(kind.most_rows) + ", " + columns + "]");
   }

@@ -28,7 +28,7 @@ INDICES = {
 
 
 def relative_problem(roles: dict[str, tuple[int, int]], **settings: Any) -> Problem:
-    """A random problem with tables of ``roles``: heads and further columns of each."""
+    """A random problem with tables of ``roles``: heads and row biases of each."""
     rng = np.random.default_rng(11)
     plain = random_problem(rng, settings.pop("B", 2), 4, settings.pop("S", 6), 8, Dv=5, **settings)
     sizes = {role: 5 if role == "relative_value" else 8 for role in roles}

@@ -14,7 +14,7 @@ std::string Describe(const char* role, const TableCase& c) {
       "rising", "falling", "buckets", "falling buckets", "grid row", "grid column", "any", "random", "one", "keys"};
   if (!c.is_given) return "";
   return Text(role, " ", kNames[static_cast<int>(c.naming)], " rows ", c.rows, " shift ", c.shift,
-              c.is_shared ? " shared" : "", c.has_further_column ? " further column" : "", c.is_wide ? " wide" : "",
+              c.is_shared ? " shared" : "", c.has_row_bias ? " row bias" : "", c.is_wide ? " wide" : "",
               c.falls ? " falls" : "");
 }
 
@@ -144,7 +144,7 @@ RelativeOperand DrawOperand(const TableCase& c, const RowSizes& sizes, int64_t h
   DenseTable& dense = operand.dense;
   dense.heads = c.is_shared ? 1 : heads;
   dense.rows = rows;
-  dense.columns = size + (c.has_further_column ? 1 : 0);
+  dense.columns = size + (c.has_row_bias ? 1 : 0);
   dense.values = DrawValues(random, operand.dtype, dense.heads * rows * dense.columns, 1);
   const RowOf row = Name(c, sizes, rows, number, &operand, random);
   for (int64_t i = 0; i < sizes.S; ++i) {
@@ -247,7 +247,7 @@ std::vector<RelativeCase> DrawnRelativeCases(int count) {
       table.naming = namings[i]->Deal();
       table.rows = rows.Deal();
       table.is_shared = random.OneIn(2), table.is_wide = random.OneIn(3), table.falls = random.OneIn(2);
-      table.has_further_column = i < 3 && random.OneIn(2);
+      table.has_row_bias = i < 3 && random.OneIn(2);
       table.shift = shifts.Deal();
     }
     if (!c.key[0].is_given) c.key[1].is_given = false;
@@ -272,15 +272,15 @@ std::vector<RelativeCase> ListedRelativeCases() {
   // Rings of products that go round, of one row for each distance and of more rows than a ring holds; products of keys
   // that several tile rows share, and those that are too many.
   for (const Naming naming : {Naming::kRising, Naming::kFalling}) {
-    add(330, 600, 16, naming, 0).key[0].has_further_column = true;
-    add(110, 1100, 8, naming, 1150).query.has_further_column = true;
+    add(330, 600, 16, naming, 0).key[0].has_row_bias = true;
+    add(110, 1100, 8, naming, 1150).query.has_row_bias = true;
     add(420, 420, 16, naming, 300).base.G = 1;
   }
   for (const Naming naming : {Naming::kBuckets, Naming::kFallingBuckets}) {
     RelativeCase* c = &add(300, 400, 16, naming, 512);
     c->base.B = 2, c->base.pad = Pad::kLeft, c->base.m = 24, c->base.n = 64, c->query.shift = 1;
     c = &add(260, 520, 16, naming, 200);
-    c->base.mask = 3, c->base.offset = true, c->query.has_further_column = true, c->base.H = 4;
+    c->base.mask = 3, c->base.offset = true, c->query.has_row_bias = true, c->base.H = 4;
     add(64, 1500, 8, naming, 900).query.shift = 2;
     add(512, 512, 64, naming, 512).query.shift = 1;
   }

@@ -27,7 +27,7 @@ struct TableCase {
   bool is_given = false;
   Naming naming = Naming::kRising;
   int64_t rows = 0;  // 0: as many as there are distances
-  bool is_shared = false, has_further_column = false, is_wide = false, falls = false;
+  bool is_shared = false, has_row_bias = false, is_wide = false, falls = false;
   int shift = 0;  // where the rows of the table lie among those that pairs name: 0 to 3
 };
 

@@ -178,7 +178,7 @@ std::vector<IllegalCase> IllegalCases() {
        "is fp32, fp16 or bf16"},
       {"table of other columns", UseTable, [](Pointees*, AttentionArgs* a) { a->scores.relative_key[0].columns += 2; },
        "66 columns, expected"},
-      {"table of values with a further column", UseValueTable,
+      {"table of values with a row bias", UseValueTable,
        [](Pointees*, AttentionArgs* a) { a->relative_value.columns += 1; }, "65 columns, expected"},
       {"rows behind a table", UseTable,
        [](Pointees*, AttentionArgs* a) { a->scores.relative_key[0].index.last_row = 2; }, "does not have"},

@@ -293,7 +293,7 @@ TEST(CudaRelativeTermsOfEveryHeadSize) {
         table.is_given = i == 0 || (turn + i) % 3 != 0;
         table.naming = kNamings[(turn + 3 * i) % kNamings.size()];
         table.rows = turn % 4 == 0 ? 0 : 40 + static_cast<int64_t>(turn % 100);
-        table.is_shared = (turn + i) % 2 == 0, table.has_further_column = (turn / 2 + i) % 2 == 0;
+        table.is_shared = (turn + i) % 2 == 0, table.has_row_bias = (turn / 2 + i) % 2 == 0;
         table.is_wide = turn % 5 == 0, table.falls = turn % 3 == 0, table.shift = static_cast<int>((turn + i) % 4);
       }
       Adapt(3 * turn, &c);  // keeps fp32
@@ -316,7 +316,7 @@ TEST(CudaRelativeTermsOfEveryLength) {
     c.base.offset = c.base.T >= c.base.S && length % 3 == 1;
     for (TableCase* table : {&c.key[0], &c.query}) {
       table->is_given = true, table->naming = length % 2 == 0 ? Naming::kRising : Naming::kFalling;
-      table->has_further_column = true, table->shift = static_cast<int>(length % 4);
+      table->has_row_bias = true, table->shift = static_cast<int>(length % 4);
     }
     if (length % 6 == 1) c.query.is_given = false;
     if (length % 6 == 4) c.key[0].is_given = false;

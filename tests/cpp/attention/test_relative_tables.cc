@@ -114,7 +114,7 @@ void RunPacked(const PackedCase& c, Random* random) {
     if (i == 1 || (i != 0 && random->OneIn(2))) continue;
     TableCase table;
     table.naming = random->Pick(kNamings), table.rows = random->Pick<int64_t>({0, 1, 17, 60});
-    table.is_shared = random->OneIn(2), table.has_further_column = i < 3 && random->OneIn(2);
+    table.is_shared = random->OneIn(2), table.has_row_bias = i < 3 && random->OneIn(2);
     table.shift = static_cast<int>(random->Range(0, 3));
     operands.push_back(DrawOperand(table, sizes, c.H, i == 3 ? c.Dv : c.D, c.dtype, i, random));
     const RelativeOperand& drawn = operands.back();

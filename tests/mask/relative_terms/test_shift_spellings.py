@@ -219,7 +219,7 @@ def test_windows_with_a_past(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_equal_biases_are_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(q + u) · k + (q + u) · R needs no further column."""
+    """(q + u) · k + (q + u) · R needs no row bias."""
     model = SPELLINGS["gather"].model()
     tensors = {t.name: t for t in model.graph.initializer}
     tensors["v"].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensors["u"]), "v"))
