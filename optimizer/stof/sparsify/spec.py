@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of --sparsify: clauses, each a pattern with the layers and KV heads that it is for.
 
-A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind ``s2:`` or
-the path of a file where it has one. Texts in double quotes may hold both signs.
+A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind the name of a
+pattern or the path of a file where it has one: ``s2:local=4,stride=8`` or ``s2(local=4,stride=8)``. Texts in double quotes
+may hold all signs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stof.arguments.slices import Slice, parse_slices
+from stof.arguments.slices import Slice
 from stof.errors import ArgumentError
+from stof.sparsify.clause_text import Fields, split_named, split_outside_quotes
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
@@ -25,15 +27,8 @@ from stof.sparsify.patterns import (
     WindowPattern,
     build_pattern,
 )
-from stof.symbolic import LONGEST
 
-_S2 = "s2:"
 _SCOPES = ("layers", "dense_layers", "heads", "active_heads")
-_FIELDS = {
-    "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"),
-    "window": ("window", "sink"),
-    "mask": ("mask",),
-}
 _MOST_TEXT = 1 << 16
 _EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
 
@@ -156,7 +151,7 @@ def parse_spec(text: str) -> SparsitySpec:
     """
     if len(text) > _MOST_TEXT:
         raise ArgumentError(f"--sparsify has {len(text)} characters, expected up to {_MOST_TEXT}")
-    clauses = tuple(_parse_clause(c.strip()) for c in _split(text, ";"))
+    clauses = tuple(_parse_clause(c.strip()) for c in split_outside_quotes(text, ";"))
     if len(stated := {c.active_heads for c in clauses if c.active_heads is not None}) > 1:
         raise ArgumentError(
             f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
@@ -174,30 +169,41 @@ def _own_heads(some: Slice, heads: HeadCounts) -> range:
 def _parse_clause(text: str) -> Clause:
     if not text:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
-    if text.startswith(_S2):
-        fields = _Fields(text, _split(text[len(_S2) :], ","), "s2")
-        return fields.clause(_read_strided(fields))
-    items = _split(text, ",")
+    if (named := split_named(text, _PATTERNS)) is not None:
+        name, items = named
+        return _read_clause(text, items, _PATTERNS[name])
+    items = split_outside_quotes(text, ",")
     key = items[0].partition("=")[0].strip()
     if "=" not in items[0] or Path(items[0]).exists():
-        fields = _Fields(text, items[1:], "")
+        fields = Fields(text, items[1:], ())
         options = {k: v for k, v in fields.values.items() if k not in _SCOPES}
         path = Path(items[0].strip())
-        return replace(fields.clause(read_pattern_file(path, options)), file=path)
-    kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_SCOPES, "")}
-    if key not in kinds:
+        return replace(_make_clause(fields, read_pattern_file(path, options)), file=path)
+    if key not in ("window", "sink", "mask", *_SCOPES):
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
-    names = {item.partition("=")[0].strip() for item in items}
-    kind = next((k for k in ("mask", "window") if k in names), None)
-    if kind is None:
+    keys = {item.partition("=")[0].strip() for item in items}
+    name = next((k for k in ("mask", "window") if k in keys), None)
+    if name is None:
         raise ArgumentError(f"--sparsify {text!r} has no pattern, expected {_EXPECTED}")
-    fields = _Fields(text, items, kind)
-    if kind == "mask":
-        return fields.clause(TextPattern(fields.values["mask"]))
-    return fields.clause(WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0)))
+    return _read_clause(text, items, _PATTERNS[name])
 
 
-def _read_strided(fields: _Fields) -> StridedPattern:
+def _read_clause(text: str, items: Sequence[str], kind: _PatternKind) -> Clause:
+    fields = Fields(text, items, (*kind.fields, *_SCOPES))
+    return _make_clause(fields, kind.read(fields))
+
+
+def _read_window(fields: Fields) -> WindowPattern:
+    return WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0))
+
+
+def _read_mask(fields: Fields) -> TextPattern:
+    if "mask" not in fields.values:
+        raise fields.error("mask", "a mask expression in double quotes")
+    return TextPattern(fields.values["mask"])
+
+
+def _read_strided(fields: Fields) -> StridedPattern:
     per = fields.values.get("per", "kv_head")
     if per not in ("kv_head", "query_head"):
         raise fields.error("per", "kv_head or query_head")
@@ -217,85 +223,41 @@ def _read_strided(fields: _Fields) -> StridedPattern:
     )
 
 
-class _Fields:
-    """The fields of one clause; every fault is an error that names the key and the value."""
+@dataclass(frozen=True)
+class _PatternKind:
+    """A named pattern: its fields, and what makes it of them."""
 
-    def __init__(self, clause: str, items: Sequence[str], kind: str) -> None:
-        self.clause_text = clause
-        self.values: dict[str, str] = {}
-        keys = (*_FIELDS[kind], *_SCOPES) if kind else ()
-        for item in items:
-            key, sign, value = (x.strip() for x in item.partition("="))
-            if not sign or not key:
-                raise ArgumentError(f"--sparsify {clause!r}: {item.strip()!r} is no field, expected key=value")
-            if keys and key not in keys:
-                raise ArgumentError(f"--sparsify {clause!r} has key {key!r}, expected {', '.join(keys)}")
-            if key in self.values:
-                raise ArgumentError(f"--sparsify {clause!r} has {key} twice; give it once")
-            self.values[key] = value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
-
-    def error(self, key: str, expected: str) -> ArgumentError:
-        """The fault of a field."""
-        actual = f"has {key}={self.values[key]}" if key in self.values else f"has no {key}"
-        return ArgumentError(f"--sparsify {self.clause_text!r} {actual}, expected {expected}")
-
-    def number(self, key: str, least: int, default: int | None = None, most: int = LONGEST) -> int:
-        """An integer field; without a default it must be there."""
-        if key not in self.values and default is not None:
-            return default
-        text = self.values.get(key, "")
-        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
-            raise self.error(key, f"an integer from {least} to {most}")
-        return int(text)
-
-    def flag(self, key: str) -> bool:
-        """A field that is 0 or 1; 0 where it is absent."""
-        return bool(self.number(key, 0, 0, 1))
-
-    def slices(self, key: str) -> tuple[Slice, ...]:
-        """Indices and slices with ``+`` between them."""
-        if key not in self.values:
-            return ()
-        slices = parse_slices(self.values[key], "--sparsify")
-        if slices is None:
-            raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
-        return slices
-
-    def clause(self, pattern: HeadPattern | LayerPatterns) -> Clause:
-        """The clause of a pattern."""
-        heads = self.slices("heads")
-        if len(heads) > 1:
-            raise self.error("heads", "one slice")
-        head_slice = heads[0] if heads else None
-        return Clause(pattern, self.slices("layers"), self.slices("dense_layers"), head_slice, self.active_heads())
-
-    def active_heads(self) -> ActiveHeads | None:
-        """The field ``active_heads``; None where it is absent."""
-        if "active_heads" not in self.values:
-            return None
-        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})/([0-9]{1,6})", self.values["active_heads"])
-        start, stop, whole = map(int, match.groups()) if match else (0, 0, 0)
-        if not start < stop <= whole:
-            raise self.error(
-                "active_heads", "the graph's KV heads and how many the whole model has, 8:16/32 for instance"
-            )
-        return ActiveHeads(start, stop, whole)
+    fields: tuple[str, ...]
+    read: Callable[[Fields], HeadPattern]
 
 
-def _split(text: str, sign: str) -> list[str]:
-    """The parts between signs that stand outside of double quotes.
+_PATTERNS = {
+    "s2": _PatternKind(
+        ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"), _read_strided
+    ),
+    "window": _PatternKind(("window", "sink"), _read_window),
+    "mask": _PatternKind(("mask",), _read_mask),
+}
 
-    Raises:
-        ArgumentError: where a quote is not closed.
-    """
-    parts = [""]
-    is_quoted = False
-    for character in text:
-        is_quoted ^= character == '"'
-        if character == sign and not is_quoted:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if is_quoted:
-        raise ArgumentError(f"--sparsify {text!r} has a double quote that is not closed")
-    return parts
+
+def _make_clause(fields: Fields, pattern: HeadPattern | LayerPatterns) -> Clause:
+    """The clause of a pattern, where its fields put it."""
+    heads = fields.slices("heads")
+    if len(heads) > 1:
+        raise fields.error("heads", "one slice")
+    head_slice = heads[0] if heads else None
+    active_heads = _read_active_heads(fields)
+    return Clause(pattern, fields.slices("layers"), fields.slices("dense_layers"), head_slice, active_heads)
+
+
+def _read_active_heads(fields: Fields) -> ActiveHeads | None:
+    """The field ``active_heads``; None where it is absent."""
+    if "active_heads" not in fields.values:
+        return None
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})/([0-9]{1,6})", fields.values["active_heads"])
+    start, stop, whole = map(int, match.groups()) if match else (0, 0, 0)
+    if not start < stop <= whole:
+        raise fields.error(
+            "active_heads", "the graph's KV heads and how many the whole model has, 8:16/32 for instance"
+        )
+    return ActiveHeads(start, stop, whole)
