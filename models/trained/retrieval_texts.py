@@ -37,6 +37,8 @@ class Texts:
         asked: positions of the queries' first bytes within a text, -1 where there is none: [B, Q], int64. Without the
             query at the end or the front.
         asked_answers: [B, Q, 2], int64; of no meaning where ``asked`` is -1.
+        records: positions of the records' first bytes, -1 where there is none: [B, Q], int64.
+        record_values: [B, Q, 2], int64; of no meaning where ``records`` is -1.
     """
 
     ids: np.ndarray
@@ -44,6 +46,8 @@ class Texts:
     depths: np.ndarray
     asked: np.ndarray
     asked_answers: np.ndarray
+    records: np.ndarray
+    record_values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,14 @@ class _Body:
     position: np.ndarray  # [B], of the record's first byte
     asked: np.ndarray  # [B, slots]
     asked_answers: np.ndarray  # [B, slots, 2]
+    records: np.ndarray  # [B, slots]
+    record_values: np.ndarray  # [B, slots, 2]
+
+    def as_texts(self, ids: np.ndarray, start: int) -> Texts:
+        """Texts [B, S] that have the body from position ``start`` on."""
+        asked, records = (np.where(x >= 0, x + start, -1) for x in (self.asked, self.records))
+        depths = (self.position + start) / ids.shape[1]
+        return Texts(ids, self.value, depths, asked, self.asked_answers, records, self.record_values)
 
 
 def draw_prompts(rng: np.random.Generator, count: int, length: int) -> Texts:
@@ -70,17 +82,14 @@ def draw_prompts(rng: np.random.Generator, count: int, length: int) -> Texts:
     body = _draw_body(rng, count, length - 1 - tail, is_causal=True)
     query = np.concatenate([np.full((count, 1), _QUERY), body.key, np.full((count, 1), _EQUALS), body.value], 1)
     ids = np.concatenate([np.full((count, 1), START), body.ids, query], 1)
-    asked = np.where(body.asked >= 0, body.asked + 1, -1)
-    return Texts(ids, body.value, (body.position + 1) / length, asked, body.asked_answers)
+    return body.as_texts(ids, 1)
 
 
 def draw_documents(rng: np.random.Generator, count: int, length: int) -> Texts:
     """Texts for the encoder: a query without an answer as the first 5 bytes, and a body."""
     body = _draw_body(rng, count, length - 5, is_causal=False)
     query = np.concatenate([np.full((count, 1), _QUERY), body.key, np.full((count, 1), _EQUALS)], 1)
-    ids = np.concatenate([query, body.ids], 1)
-    asked = np.where(body.asked >= 0, body.asked + 5, -1)
-    return Texts(ids, body.value, (body.position + 5) / length, asked, body.asked_answers)
+    return body.as_texts(np.concatenate([query, body.ids], 1), 5)
 
 
 def pad_documents(batches: Sequence[Texts]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -126,6 +135,8 @@ def _draw_body(rng: np.random.Generator, count: int, length: int, *, is_causal: 
         position=starts[last[:, 0]],
         asked=np.where(query, starts, -1),
         asked_answers=asked_values,
+        records=np.where(record, starts, -1),
+        record_values=values,
     )
 
 

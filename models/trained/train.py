@@ -4,9 +4,10 @@
 ``python models/trained/train.py prompts documents -o DIR --device cuda`` writes ``DIR/NAME.npz`` in fp16.
 ``--cpu-minutes M`` trains M minutes each on up to 256 bytes: enough to see that the task is learned.
 
-Both models have 2 layers, 2 heads of 64 and a convolution over 6 or 11 bytes before the first of them. ``prompts`` is a causal
-language model that is trained on each query's answer and, with less weight, on each other byte. ``documents`` is an
-encoder of which the first row's logits are the answer's two letters. Lengths grow from 128 to 4096 bytes.
+Both models have 2 layers, 2 heads of 64 and a convolution over 6 or 13 bytes before the first of them. ``prompts`` is a causal
+language model that is trained on each query's answer and, with less weight, on each other byte. ``documents`` is an encoder of
+which the first row's logits are the answer's two letters; rows of queries and records within are trained as well. Lengths
+grow from 128 to 4096 bytes.
 
 Rows that have nothing to find attend to few keys in trained language models, mostly to the first one. Small models have no need
 to: their task alone leaves such rows spread over all keys. So the loss has the entropy of some rows' attention in nats, with a
@@ -29,10 +30,11 @@ from torch.nn import functional
 
 LAYERS, HEADS, HEAD_SIZE, HIDDEN, INNER, EMBEDDED = 2, 2, 64, 128, 256, 32
 ROTATED, ROTARY_BASE = 16, 10000.0
-KERNELS = {"prompts": 6, "documents": 11}  # bytes that the convolution joins
+KERNELS = {"prompts": 6, "documents": 13}  # bytes that the convolution joins
 SEED = 20
 _SAMPLED_ROWS = 32  # of each head, for the entropy
 _OTHER_BYTES = 0.1  # weight of bytes that are no answer
+_OWN_VALUES = 0.3  # weight of the letters that an encoder's row at a record says, which are the record's own
 
 
 class Block(nn.Module):
@@ -46,6 +48,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(HIDDEN, bias=False)
         self.up = nn.Linear(HIDDEN, INNER, bias=False)
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
+        with torch.no_grad():  # rows that are alike score high from the start, which is most of what a query needs
+            self.qkv.weight[HIDDEN : 2 * HIDDEN] = self.qkv.weight[:HIDDEN]
 
     def forward(self, x: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         """The layer's output [B, S, HIDDEN] of x [B, S, HIDDEN], and the mean entropy of some rows of its attention."""
@@ -74,6 +78,7 @@ class RetrievalModel(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The last norm's output [B, S, HIDDEN] of ids [B, S], and the mean entropy of attention."""
         x = self.conv(functional.pad(self.embedding(ids).transpose(1, 2), self.padding)).transpose(1, 2)
+        x = x.float()  # residuals stay fp32 under autocast
         entropies = []
         for block in self.blocks:
             x, entropy = block(x, is_causal=self.is_causal)
@@ -119,7 +124,7 @@ STAGES = (
     Stage(2048, 16, 0.1),
     Stage(4096, 16, 0.2),
 )
-SMALL_STAGES = (Stage(128, 16, 0.7), Stage(256, 8, 0.3))
+SMALL_STAGES = (Stage(128, 16, 0.6), Stage(256, 8, 0.4))
 STEPS = 4000
 
 
@@ -131,12 +136,19 @@ def losses(model: RetrievalModel, texts: Texts, ids: Tensor) -> tuple[Tensor, Te
         loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         is_answer = torch.from_numpy(answer_positions(texts)).to(ids.device)[:, 1:].flatten()
         return loss[is_answer].mean() + _OTHER_BYTES * loss[~is_answer].mean(), entropy
-    asked = np.concatenate([np.zeros((len(texts.ids), 1), np.int64), texts.asked], 1)
-    answers = np.concatenate([texts.answers[:, None], texts.asked_answers], 1)
-    row, column = np.nonzero(asked >= 0)
-    logits = model.head(x[torch.from_numpy(row), torch.from_numpy(asked[row, column])]).float()
-    expected = torch.from_numpy(answers[row, column]).to(ids.device)
-    return functional.cross_entropy(logits.view(-1, VOCABULARY), expected.flatten()), entropy
+    first = np.zeros((len(texts.ids), 1), np.int64)
+    asked = np.concatenate([first, texts.asked], 1), np.concatenate([texts.answers[:, None], texts.asked_answers], 1)
+    records = texts.records, texts.record_values
+    loss = letter_loss(model, x, *asked) + _OWN_VALUES * letter_loss(model, x, *records)
+    return loss, entropy
+
+
+def letter_loss(model: RetrievalModel, x: Tensor, rows: np.ndarray, letters: np.ndarray) -> Tensor:
+    """Cross entropy of the two letters [B, Q, 2] that rows [B, Q] of x [B, S, HIDDEN] say; rows of -1 are left out."""
+    batch, column = np.nonzero(rows >= 0)
+    logits = model.head(x[torch.from_numpy(batch), torch.from_numpy(rows[batch, column])]).float()
+    expected = torch.from_numpy(letters[batch, column]).to(x.device)
+    return functional.cross_entropy(logits.view(-1, VOCABULARY), expected.flatten())
 
 
 def answer_positions(texts: Texts) -> np.ndarray:
@@ -197,6 +209,11 @@ def stage_at(stages: tuple[Stage, ...], share: float) -> Stage:
     return stages[min(int(np.searchsorted(ends, share, "right")), len(stages) - 1)]
 
 
+def ramp(share: float) -> float:
+    """The entropy's part of its weight: none before the task is learned at the first length, all from 0.6 on."""
+    return min(1.0, max(0.0, share - 0.25) / 0.35)
+
+
 def train(
     name: str, stages: tuple[Stage, ...], progress: Progress, device: torch.device, rate: float, entropy_weight: float
 ) -> RetrievalModel:
@@ -208,11 +225,11 @@ def train(
     while (share := progress.share) < 1:
         stage = stage_at(stages, share)
         texts = draw_batch(name, rng, stage.batch, stage.length)
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (progress.step + 1) / 100, 0.02 + 1.5 * (1 - share))
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (progress.step + 1) / 100, 0.02 + 2 * (1 - share))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, entropy = losses(model, texts, torch.from_numpy(texts.ids).to(device))
         optimizer.zero_grad(set_to_none=True)
-        (loss + entropy_weight * min(1.0, 2 * share) * entropy).backward()
+        (loss + entropy_weight * ramp(share) * entropy).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if progress.step % 100 == 0:

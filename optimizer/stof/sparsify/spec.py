@@ -182,10 +182,10 @@ def _parse_clause(text: str) -> Clause:
     if key not in ("window", "sink", "mask", *_SCOPES):
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
     keys = {item.partition("=")[0].strip() for item in items}
-    name = next((k for k in ("mask", "window") if k in keys), None)
-    if name is None:
+    pattern = next((k for k in ("mask", "window") if k in keys), None)
+    if pattern is None:
         raise ArgumentError(f"--sparsify {text!r} has no pattern, expected {_EXPECTED}")
-    return _read_clause(text, items, _PATTERNS[name])
+    return _read_clause(text, items, _PATTERNS[pattern])
 
 
 def _read_clause(text: str, items: Sequence[str], kind: _PatternKind) -> Clause:
