@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of --sparsify: clauses, each a pattern with the layers and KV heads that it is for.
 
-A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind ``s2:`` or
-the path of a file where it has one. Texts in double quotes may hold both signs.
+A specification is clauses with ``;`` between them. A clause is a name and fields ``key=value`` with ``,`` between them,
+written ``name:fields`` or ``name(fields)``. In the place of a name may be the path of a file with fields behind a ``,``. The
+fields of a window and a mask may stand alone. Texts in double quotes may hold all signs.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,15 +29,20 @@ from stof.sparsify.patterns import (
 )
 from stof.symbolic import LONGEST
 
-_S2 = "s2:"
-_SCOPES = ("layers", "dense_layers", "heads", "active_heads")
+_LAYERS = ("layers", "dense_layers")
+_SCOPES = (*_LAYERS, "heads", "active_heads")
+_SKIP = "skip-scores"
+# The fields of each clause with a name.
 _FIELDS = {
-    "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"),
-    "window": ("window", "sink"),
-    "mask": ("mask",),
+    "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per", *_SCOPES),
+    "window": ("window", "sink", *_SCOPES),
+    "mask": ("mask", *_SCOPES),
+    _SKIP: ("threshold", *_LAYERS),
 }
+_AUTO = "auto"
+MOST_THRESHOLD = float(1 << 22)  # that the operators take as skip_threshold
 _MOST_TEXT = 1 << 16
-_EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
+_EXPECTED = 's2:local=N,stride=N, window=N, mask="...", skip-scores or the path of a pattern file'
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,27 @@ class Clause:
         Raises:
             ArgumentError: when a slice or a file is of other layers.
         """
-        dense = {i for s in self.dense_layers for i in s.of(count, "dense_layers")}
-        sparse_layers = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else set(range(count))
+        chosen = _chosen_layers(self.layers, self.dense_layers, count)
         if isinstance(self.pattern, LayerPatterns):
             self.pattern.check_layers(count)
-        if layer in dense or layer not in sparse_layers:
+        if layer not in chosen:
             return None
         return self.pattern.layers[layer] if isinstance(self.pattern, LayerPatterns) else self.pattern
+
+
+@dataclass(frozen=True)
+class SkipClause:
+    """Skip by score, and the layers that do it.
+
+    Attributes:
+        threshold: the operators' ``skip_threshold``, above 0; None: calibrated for each layer.
+        layers: those that it is for; empty: all.
+        dense_layers: those that compute every key tile.
+    """
+
+    threshold: float | None = None
+    layers: tuple[Slice, ...] = ()
+    dense_layers: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,11 +122,13 @@ class SparsitySpec:
 
     Attributes:
         text: as the user wrote it.
-        clauses: in order.
+        clauses: of patterns, in order.
+        skip_clauses: of skip by score, in order. They join patterns: a layer may have both.
     """
 
     text: str
     clauses: tuple[Clause, ...]
+    skip_clauses: tuple[SkipClause, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -147,6 +170,22 @@ class SparsitySpec:
             parts.append((some, pattern))
         return build_pattern(parts, heads) if parts else None
 
+    def skip_clauses_of_layers(self, count: int) -> tuple[SkipClause | None, ...]:
+        """The clause of skip by score for each of so many layers; None where a layer computes every key tile.
+
+        Raises:
+            ArgumentError: when clauses meet, or are for other layers.
+        """
+        found: list[SkipClause | None] = [None] * count
+        for clause in self.skip_clauses:
+            for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
+                if found[layer] is not None:
+                    raise ArgumentError(
+                        f"--sparsify: two {_SKIP} clauses are for layer {layer}; part them by layers= or dense_layers="
+                    )
+                found[layer] = clause
+        return tuple(found)
+
 
 def parse_spec(text: str) -> SparsitySpec:
     """Reads a specification, and the files that it names.
@@ -156,12 +195,20 @@ def parse_spec(text: str) -> SparsitySpec:
     """
     if len(text) > _MOST_TEXT:
         raise ArgumentError(f"--sparsify has {len(text)} characters, expected up to {_MOST_TEXT}")
-    clauses = tuple(_parse_clause(c.strip()) for c in _split(text, ";"))
+    parsed = [_parse_clause(c.strip()) for c in _split(text, ";")]
+    clauses = tuple(c for c in parsed if isinstance(c, Clause))
     if len(stated := {c.active_heads for c in clauses if c.active_heads is not None}) > 1:
         raise ArgumentError(
             f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
         )
-    return SparsitySpec(text, clauses)
+    return SparsitySpec(text, clauses, tuple(c for c in parsed if isinstance(c, SkipClause)))
+
+
+def _chosen_layers(layers: Sequence[Slice], dense_layers: Sequence[Slice], count: int) -> set[int]:
+    """The layers, of so many, that slices are for."""
+    dense = {i for s in dense_layers for i in s.of(count, "dense_layers")}
+    chosen = {i for s in layers for i in s.of(count, "layers")} if layers else set(range(count))
+    return chosen - dense
 
 
 def _own_heads(some: Slice, heads: HeadCounts) -> range:
@@ -171,15 +218,17 @@ def _own_heads(some: Slice, heads: HeadCounts) -> range:
     return range(start, stop)
 
 
-def _parse_clause(text: str) -> Clause:
+def _parse_clause(text: str) -> Clause | SkipClause:
     if not text:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
-    if text.startswith(_S2):
-        fields = _Fields(text, _split(text[len(_S2) :], ","), "s2")
-        return fields.clause(_read_strided(fields))
+    if (named := _read_named(text)) is not None:
+        name, items = named
+        return _READERS[name](_Fields(text, items, name))
     items = _split(text, ",")
     key = items[0].partition("=")[0].strip()
     if "=" not in items[0] or Path(items[0]).exists():
+        if key in _FIELDS and not Path(key).exists():
+            raise ArgumentError(f"--sparsify {text!r}: the fields of {key} are written {key}(key=value,...)")
         fields = _Fields(text, items[1:], "")
         options = {k: v for k, v in fields.values.items() if k not in _SCOPES}
         path = Path(items[0].strip())
@@ -191,10 +240,59 @@ def _parse_clause(text: str) -> Clause:
     kind = next((k for k in ("mask", "window") if k in names), None)
     if kind is None:
         raise ArgumentError(f"--sparsify {text!r} has no pattern, expected {_EXPECTED}")
-    fields = _Fields(text, items, kind)
-    if kind == "mask":
-        return fields.clause(TextPattern(fields.values["mask"]))
+    return _READERS[kind](_Fields(text, items, kind))
+
+
+def _read_named(text: str) -> tuple[str, list[str]] | None:
+    """The name of a clause and its fields; None where the clause begins with no name, but with a field or a path.
+
+    Raises:
+        ArgumentError: where a parenthesis is not closed.
+    """
+    name, sign = next(((n, text[len(n) :].lstrip()[:1]) for n in _FIELDS if text.startswith(n)), ("", ""))
+    behind = text[len(name) :].strip()
+    if sign == ":":
+        fields = behind[1:].strip()
+    elif sign == "(":
+        if Path(text).exists():
+            return None
+        if not behind.endswith(")"):
+            raise ArgumentError(
+                f"--sparsify {text!r} has a parenthesis that is not closed, expected {name}(key=value,...)"
+            )
+        fields = behind[1:-1].strip()
+    elif name and not behind and (name == _SKIP or not Path(name).exists()):
+        fields = ""
+    else:
+        return None
+    return name, _split(fields, ",") if fields else []
+
+
+def _read_skip(fields: _Fields) -> SkipClause:
+    text = fields.values.get("threshold", _AUTO)
+    threshold: float | None = None
+    if text != _AUTO:
+        try:
+            threshold = float(text)
+        except ValueError:
+            threshold = math.nan
+        if not 0 < threshold <= MOST_THRESHOLD:
+            raise fields.error("threshold", f"{_AUTO} or a number above 0 and up to {int(MOST_THRESHOLD)}")
+    return SkipClause(threshold, fields.slices("layers"), fields.slices("dense_layers"))
+
+
+def _read_window(fields: _Fields) -> Clause:
     return fields.clause(WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0)))
+
+
+def _read_mask(fields: _Fields) -> Clause:
+    if "mask" not in fields.values:
+        raise fields.error("mask", 'a mask expression, mask="q - k < 512" for instance')
+    return fields.clause(TextPattern(fields.values["mask"]))
+
+
+def _read_s2(fields: _Fields) -> Clause:
+    return fields.clause(_read_strided(fields))
 
 
 def _read_strided(fields: _Fields) -> StridedPattern:
@@ -223,7 +321,7 @@ class _Fields:
     def __init__(self, clause: str, items: Sequence[str], kind: str) -> None:
         self.clause_text = clause
         self.values: dict[str, str] = {}
-        keys = (*_FIELDS[kind], *_SCOPES) if kind else ()
+        keys = _FIELDS.get(kind, ())
         for item in items:
             key, sign, value = (x.strip() for x in item.partition("="))
             if not sign or not key:
@@ -299,3 +397,12 @@ def _split(text: str, sign: str) -> list[str]:
     if is_quoted:
         raise ArgumentError(f"--sparsify {text!r} has a double quote that is not closed")
     return parts
+
+
+# What makes a clause of the fields behind each name.
+_READERS: Mapping[str, Callable[[_Fields], Clause | SkipClause]] = {
+    "s2": _read_s2,
+    "window": _read_window,
+    "mask": _read_mask,
+    _SKIP: _read_skip,
+}
