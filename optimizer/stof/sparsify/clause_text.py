@@ -25,7 +25,9 @@ def split_named(text: str, names: Collection[str]) -> tuple[str, list[str]] | No
     name, sign, rest = match[1], match[2], text[match.end() :].strip()
     if sign == "(":
         if not rest.endswith(")"):
-            raise ArgumentError(f"--sparsify {text!r} has a parenthesis, expected {name}(field=value,...) and no more")
+            is_closed = len(split_outside_quotes(rest, ")")) > 1
+            fault = "is not closed" if not is_closed else "does not end the clause"
+            raise ArgumentError(f"--sparsify {text!r} has a parenthesis that {fault}, expected {name}(key=value,...)")
         rest = rest[:-1].strip()
         return name, split_outside_quotes(rest, ",") if rest else []
     return name, split_outside_quotes(rest, ",") if sign == ":" else []

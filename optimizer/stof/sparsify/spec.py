@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of --sparsify: clauses, each a pattern with the layers and KV heads that it is for.
 
-A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind the name of a
-pattern or the path of a file where it has one: ``s2:local=4,stride=8`` or ``s2(local=4,stride=8)``. Texts in double quotes
-may hold all signs.
+A specification is clauses with ``;`` between them. A clause is a name and fields ``key=value`` with ``,`` between them,
+written ``name:fields`` or ``name(fields)``. In the place of a name may be the path of a file with fields behind a ``,``. The
+fields of a window and a mask may stand alone. Texts in double quotes may hold all signs.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,13 @@ from stof.sparsify.patterns import (
     build_pattern,
 )
 
-_SCOPES = ("layers", "dense_layers", "heads", "active_heads")
+_LAYERS = ("layers", "dense_layers")
+_SCOPES = (*_LAYERS, "heads", "active_heads")
+_SKIP = "skip-scores"
+_AUTO = "auto"
+MOST_THRESHOLD = float(1 << 22)  # that the operators take as skip_threshold
 _MOST_TEXT = 1 << 16
-_EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
+_EXPECTED = 's2:local=N,stride=N, window=N, mask="...", skip-scores or the path of a pattern file'
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,27 @@ class Clause:
         Raises:
             ArgumentError: when a slice or a file is of other layers.
         """
-        dense = {i for s in self.dense_layers for i in s.of(count, "dense_layers")}
-        sparse_layers = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else set(range(count))
+        chosen = _chosen_layers(self.layers, self.dense_layers, count)
         if isinstance(self.pattern, LayerPatterns):
             self.pattern.check_layers(count)
-        if layer in dense or layer not in sparse_layers:
+        if layer not in chosen:
             return None
         return self.pattern.layers[layer] if isinstance(self.pattern, LayerPatterns) else self.pattern
+
+
+@dataclass(frozen=True)
+class SkipClause:
+    """Skip by score, and the layers that do it.
+
+    Attributes:
+        threshold: the operators' ``skip_threshold``, above 0; None: calibrated for each layer.
+        layers: those that it is for; empty: all.
+        dense_layers: those that compute every key tile.
+    """
+
+    threshold: float | None = None
+    layers: tuple[Slice, ...] = ()
+    dense_layers: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,11 +115,13 @@ class SparsitySpec:
 
     Attributes:
         text: as the user wrote it.
-        clauses: in order.
+        clauses: of patterns, in order.
+        skip_clauses: of skip by score, in order. They join patterns: a layer may have both.
     """
 
     text: str
     clauses: tuple[Clause, ...]
+    skip_clauses: tuple[SkipClause, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -142,6 +163,22 @@ class SparsitySpec:
             parts.append((some, pattern))
         return build_pattern(parts, heads) if parts else None
 
+    def skip_clauses_of_layers(self, count: int) -> tuple[SkipClause | None, ...]:
+        """The clause of skip by score for each of so many layers; None where a layer computes every key tile.
+
+        Raises:
+            ArgumentError: when clauses meet, or are for other layers.
+        """
+        found: list[SkipClause | None] = [None] * count
+        for clause in self.skip_clauses:
+            for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
+                if found[layer] is not None:
+                    raise ArgumentError(
+                        f"--sparsify: two {_SKIP} clauses are for layer {layer}; part them by layers= or dense_layers="
+                    )
+                found[layer] = clause
+        return tuple(found)
+
 
 def parse_spec(text: str) -> SparsitySpec:
     """Reads a specification, and the files that it names.
@@ -151,12 +188,20 @@ def parse_spec(text: str) -> SparsitySpec:
     """
     if len(text) > _MOST_TEXT:
         raise ArgumentError(f"--sparsify has {len(text)} characters, expected up to {_MOST_TEXT}")
-    clauses = tuple(_parse_clause(c.strip()) for c in split_outside_quotes(text, ";"))
+    parsed = [_parse_clause(c.strip()) for c in split_outside_quotes(text, ";")]
+    clauses = tuple(c for c in parsed if isinstance(c, Clause))
     if len(stated := {c.active_heads for c in clauses if c.active_heads is not None}) > 1:
         raise ArgumentError(
             f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
         )
-    return SparsitySpec(text, clauses)
+    return SparsitySpec(text, clauses, tuple(c for c in parsed if isinstance(c, SkipClause)))
+
+
+def _chosen_layers(layers: Sequence[Slice], dense_layers: Sequence[Slice], count: int) -> set[int]:
+    """The layers, of so many, that slices are for."""
+    dense = {i for s in dense_layers for i in s.of(count, "dense_layers")}
+    chosen = {i for s in layers for i in s.of(count, "layers")} if layers else set(range(count))
+    return chosen - dense
 
 
 def _own_heads(some: Slice, heads: HeadCounts) -> range:
@@ -166,31 +211,55 @@ def _own_heads(some: Slice, heads: HeadCounts) -> range:
     return range(start, stop)
 
 
-def _parse_clause(text: str) -> Clause:
+def _parse_clause(text: str) -> Clause | SkipClause:
     if not text:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
-    if (named := split_named(text, _PATTERNS)) is not None:
-        name, items = named
-        return _read_clause(text, items, _PATTERNS[name])
     items = split_outside_quotes(text, ",")
+    path = Path(items[0].strip())
+    is_path = _exists(path)
+    if not is_path and (named := split_named(text, (*_PATTERNS, _SKIP))) is not None:
+        name, fields = named
+        return _read_skip(text, fields) if name == _SKIP else _read_pattern(text, fields, _PATTERNS[name])
     key = items[0].partition("=")[0].strip()
-    if "=" not in items[0] or Path(items[0]).exists():
-        fields = Fields(text, items[1:], ())
-        options = {k: v for k, v in fields.values.items() if k not in _SCOPES}
-        path = Path(items[0].strip())
-        return replace(_make_clause(fields, read_pattern_file(path, options)), file=path)
+    if is_path or "=" not in items[0]:
+        if not is_path and key in (*_PATTERNS, _SKIP):
+            raise ArgumentError(f"--sparsify {text!r}: the fields of {key} are written {key}(key=value,...)")
+        file_fields = Fields(text, items[1:], ())
+        options = {k: v for k, v in file_fields.values.items() if k not in _SCOPES}
+        return replace(_make_clause(file_fields, read_pattern_file(path, options)), file=path)
     if key not in ("window", "sink", "mask", *_SCOPES):
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
     keys = {item.partition("=")[0].strip() for item in items}
     pattern = next((k for k in ("mask", "window") if k in keys), None)
     if pattern is None:
         raise ArgumentError(f"--sparsify {text!r} has no pattern, expected {_EXPECTED}")
-    return _read_clause(text, items, _PATTERNS[pattern])
+    return _read_pattern(text, items, _PATTERNS[pattern])
 
 
-def _read_clause(text: str, items: Sequence[str], kind: _PatternKind) -> Clause:
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the text is too long for a path
+        return False
+
+
+def _read_pattern(text: str, items: Sequence[str], kind: _PatternKind) -> Clause:
     fields = Fields(text, items, (*kind.fields, *_SCOPES))
     return _make_clause(fields, kind.read(fields))
+
+
+def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
+    fields = Fields(clause, items, ("threshold", *_LAYERS))
+    text = fields.values.get("threshold", _AUTO)
+    threshold: float | None = None
+    if text != _AUTO:
+        try:
+            threshold = float(text)
+        except ValueError:
+            threshold = math.nan
+        if not 0 < threshold <= MOST_THRESHOLD:
+            raise fields.error("threshold", f"{_AUTO} or a number above 0 and up to {int(MOST_THRESHOLD)}")
+    return SkipClause(threshold, fields.slices("layers"), fields.slices("dense_layers"))
 
 
 def _read_window(fields: Fields) -> WindowPattern:
@@ -199,7 +268,7 @@ def _read_window(fields: Fields) -> WindowPattern:
 
 def _read_mask(fields: Fields) -> TextPattern:
     if "mask" not in fields.values:
-        raise fields.error("mask", "a mask expression in double quotes")
+        raise fields.error("mask", 'a mask expression, mask="q - k < 512" for instance')
     return TextPattern(fields.values["mask"])
 
 

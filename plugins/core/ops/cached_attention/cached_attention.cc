@@ -333,7 +333,7 @@ const OpDescription* CachedAttentionDescription() {
       {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
       {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
-      {"kernel", AttributeType::kString}};
+      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofCachedAttention";
@@ -349,6 +349,7 @@ const OpDescription* CachedAttentionDescription() {
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;
+    d.skips_scores = AttentionLimits::SkipsScores;
     d.create = CreateCachedAttention;
     return d;
   }();
