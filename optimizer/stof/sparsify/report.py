@@ -27,10 +27,11 @@ class SparsifiedSite:
         pattern: the pattern's label.
         mask: the whole mask expression.
         length: tokens of a prompt that densities are of.
-        density: allowed pairs over causal ones.
+        density: allowed pairs over causal ones; over all pairs where the pattern is not causal.
         read_density: the same for keys that some query head of a group attends: what is read.
         is_per_kv_head: whether the query heads of each group attend the same keys.
         is_cache_efficient: whether a key that one query drops is attended by no later one.
+        is_causal: whether the pattern is one of causal attention; else it is bidirectional.
         is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
         needs_right_padding: sequences are padded, and positions count columns of the scores, not tokens.
         needs_operator: the attention stays dense where no operator takes it, since its node has no input for a pattern.
@@ -47,6 +48,7 @@ class SparsifiedSite:
     read_density: float = 1.0
     is_per_kv_head: bool = True
     is_cache_efficient: bool = True
+    is_causal: bool = True
     is_by_bias: bool = False
     needs_right_padding: bool = False
     needs_operator: bool = False
@@ -145,12 +147,14 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     layers = ", ".join(_ranges([r.layer for r in group]))
     if not first.sparsified:
         return [f"  dense layer {layers}: {first.reason}"]
-    share = f"keeps {100 * first.density:.2f} % of the causal pairs at {first.length} tokens"
+    kind = "the causal pairs" if first.is_causal else "all pairs"
+    share = f"keeps {100 * first.density:.2f} % of {kind} at {first.length} tokens"
     if first.is_per_kv_head:
         heads = "per KV head"
     else:
         heads = f"heads of a group differ: their union is read, {100 * first.read_density:.2f} %"
     cache = "KV-cache efficient" if first.is_cache_efficient else "not KV-cache efficient: later tokens return to keys"
+    cache = cache if first.is_causal else "bidirectional"
     padding = (
         ["        positions count columns of the scores: pad sequences to the right"]
         if first.needs_right_padding

@@ -28,6 +28,8 @@ from stof.sparsify.patterns import (
     WindowPattern,
     build_pattern,
 )
+from stof.sparsify.presets import LEAST_FRAME, RadialPattern, TrianglePattern
+from stof.symbolic import LONGEST
 
 _LAYERS = ("layers", "dense_layers")
 _SCOPES = (*_LAYERS, "heads", "active_heads")
@@ -35,7 +37,9 @@ _SKIP = "skip-scores"
 _AUTO = "auto"
 MOST_THRESHOLD = float(1 << 22)  # that the operators take as skip_threshold
 _MOST_TEXT = 1 << 16
-_EXPECTED = 's2:local=N,stride=N, window=N, mask="...", skip-scores or the path of a pattern file'
+_EXPECTED = (
+    's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores or the path of a pattern file'
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Clause:
 
     Attributes:
         pattern: for the heads of each layer, or one for each layer.
-        layers: those that it is for; empty: all.
+        layers: those that it is for; empty: all, or the pattern's default ones.
         dense_layers: those that stay dense.
         heads: the KV heads of the whole model that it is for; None: all.
         active_heads: those that the graph has; None: all.
@@ -87,6 +91,8 @@ class Clause:
             ArgumentError: when a slice or a file is of other layers.
         """
         chosen = _chosen_layers(self.layers, self.dense_layers, count)
+        if isinstance(self.pattern, HeadPattern) and not self.layers:
+            chosen &= set(self.pattern.default_layers(count))
         if isinstance(self.pattern, LayerPatterns):
             self.pattern.check_layers(count)
         if layer not in chosen:
@@ -292,6 +298,20 @@ def _read_strided(fields: Fields) -> StridedPattern:
     )
 
 
+def _read_triangle(fields: Fields) -> TrianglePattern:
+    default = TrianglePattern()
+    return TrianglePattern(
+        sink=fields.number("sink", 0, default.sink),
+        window=fields.number("window", 1, default.window),
+        last=fields.number("last", 1, default.last),
+    )
+
+
+def _read_radial(fields: Fields) -> RadialPattern:
+    tokens = fields.number("tokens", LEAST_FRAME)
+    return RadialPattern(tokens, fields.number("sink", 0, 1, LONGEST // tokens))
+
+
 @dataclass(frozen=True)
 class _PatternKind:
     """A named pattern: its fields, and what makes it of them."""
@@ -306,6 +326,8 @@ _PATTERNS = {
     ),
     "window": _PatternKind(("window", "sink"), _read_window),
     "mask": _PatternKind(("mask",), _read_mask),
+    "triangle": _PatternKind(("sink", "window", "last"), _read_triangle),
+    "radial": _PatternKind(("tokens", "sink"), _read_radial),
 }
 
 
