@@ -172,8 +172,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sparsify",
         metavar="SPEC",
-        help="put a sparse pattern on dense causal attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, "
-        'mask="...", or a pattern file',
+        help="put a sparse pattern on dense attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, triangle, "
+        'radial(tokens=1560) for videos, mask="...", or a pattern file',
     )
     group.add_argument(
         "--sparse-mlp",

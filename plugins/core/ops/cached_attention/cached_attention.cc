@@ -240,7 +240,8 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   STOF_RETURN_IF_ERROR(BindBias(all, in::kBias, shape, &step.scores));
   STOF_RETURN_IF_ERROR(BindSink(all, in::kSink, shape, &step.scores));
   STOF_RETURN_IF_ERROR(Allocate(context, &a));
-  return context.on_cuda ? RunOnCuda(*mask, context, &step) : RunOnCpu(*mask, context, &step);
+  const CachedMask& used = a.S == 1 && mask->of_one_token != nullptr ? *mask->of_one_token : *mask;
+  return context.on_cuda ? RunOnCuda(used, context, &step) : RunOnCpu(used, context, &step);
 }
 
 // Checks the lengths of the sequences, which the CPU reads.
