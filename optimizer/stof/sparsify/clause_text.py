@@ -52,7 +52,7 @@ def split_outside_quotes(text: str, sign: str) -> list[str]:
     return parts
 
 
-class Fields:
+class ClauseFields:
     """The fields of one clause; every fault is an error that names the key and the value."""
 
     def __init__(self, clause: str, items: Sequence[str], keys: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stof.arguments.slices import Slice
 from stof.errors import ArgumentError
-from stof.sparsify.clause_text import Fields, split_named, split_outside_quotes
+from stof.sparsify.clause_text import ClauseFields, split_named, split_outside_quotes
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
@@ -230,7 +230,7 @@ def _parse_clause(text: str) -> Clause | SkipClause:
     if is_path or "=" not in items[0]:
         if not is_path and key in (*_PATTERNS, _SKIP):
             raise ArgumentError(f"--sparsify {text!r}: the fields of {key} are written {key}(key=value,...)")
-        file_fields = Fields(text, items[1:], ())
+        file_fields = ClauseFields(text, items[1:], ())
         options = {k: v for k, v in file_fields.values.items() if k not in _SCOPES}
         return replace(_make_clause(file_fields, read_pattern_file(path, options)), file=path)
     if key not in ("window", "sink", "mask", *_SCOPES):
@@ -250,12 +250,12 @@ def _exists(path: Path) -> bool:
 
 
 def _read_pattern(text: str, items: Sequence[str], kind: _PatternKind) -> Clause:
-    fields = Fields(text, items, (*kind.fields, *_SCOPES))
+    fields = ClauseFields(text, items, (*kind.fields, *_SCOPES))
     return _make_clause(fields, kind.read(fields))
 
 
 def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
-    fields = Fields(clause, items, ("threshold", *_LAYERS))
+    fields = ClauseFields(clause, items, ("threshold", *_LAYERS))
     text = fields.values.get("threshold", _AUTO)
     threshold: float | None = None
     if text != _AUTO:
@@ -268,17 +268,17 @@ def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
     return SkipClause(threshold, fields.slices("layers"), fields.slices("dense_layers"))
 
 
-def _read_window(fields: Fields) -> WindowPattern:
+def _read_window(fields: ClauseFields) -> WindowPattern:
     return WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0))
 
 
-def _read_mask(fields: Fields) -> TextPattern:
+def _read_mask(fields: ClauseFields) -> TextPattern:
     if "mask" not in fields.values:
         raise fields.error("mask", 'a mask expression, mask="q - k < 512" for instance')
     return TextPattern(fields.values["mask"])
 
 
-def _read_strided(fields: Fields) -> StridedPattern:
+def _read_strided(fields: ClauseFields) -> StridedPattern:
     per = fields.values.get("per", "kv_head")
     if per not in ("kv_head", "query_head"):
         raise fields.error("per", "kv_head or query_head")
@@ -298,7 +298,7 @@ def _read_strided(fields: Fields) -> StridedPattern:
     )
 
 
-def _read_triangle(fields: Fields) -> TrianglePattern:
+def _read_triangle(fields: ClauseFields) -> TrianglePattern:
     default = TrianglePattern()
     return TrianglePattern(
         sink=fields.number("sink", 0, default.sink),
@@ -307,7 +307,7 @@ def _read_triangle(fields: Fields) -> TrianglePattern:
     )
 
 
-def _read_radial(fields: Fields) -> RadialPattern:
+def _read_radial(fields: ClauseFields) -> RadialPattern:
     tokens = fields.number("tokens", LEAST_FRAME)
     return RadialPattern(tokens, fields.number("sink", 0, 1, LONGEST // tokens))
 
@@ -317,7 +317,7 @@ class _PatternKind:
     """A named pattern: its fields, and what makes it of them."""
 
     fields: tuple[str, ...]
-    read: Callable[[Fields], HeadPattern]
+    read: Callable[[ClauseFields], HeadPattern]
 
 
 _PATTERNS = {
@@ -331,7 +331,7 @@ _PATTERNS = {
 }
 
 
-def _make_clause(fields: Fields, pattern: HeadPattern | LayerPatterns) -> Clause:
+def _make_clause(fields: ClauseFields, pattern: HeadPattern | LayerPatterns) -> Clause:
     """The clause of a pattern, where its fields put it."""
     heads = fields.slices("heads")
     if len(heads) > 1:
@@ -341,7 +341,7 @@ def _make_clause(fields: Fields, pattern: HeadPattern | LayerPatterns) -> Clause
     return Clause(pattern, fields.slices("layers"), fields.slices("dense_layers"), head_slice, active_heads)
 
 
-def _read_active_heads(fields: Fields) -> ActiveHeads | None:
+def _read_active_heads(fields: ClauseFields) -> ActiveHeads | None:
     """The field ``active_heads``; None where it is absent."""
     if "active_heads" not in fields.values:
         return None
