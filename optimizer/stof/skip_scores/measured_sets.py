@@ -32,7 +32,7 @@ class MeasuredSets:
 
     Attributes:
         source: where they come from: "--prompts held_out.npz".
-        kind: "prompts" or "sets of inputs".
+        kind: "prompt" or "set", in the singular.
         count: how many there are.
         longest: keys of the longest one that can be told; None: none can, or all have the one length that the model takes.
         outputs: those that are compared.
@@ -69,9 +69,8 @@ class MeasuredSets:
 
     def describe(self, some: Sequence[int]) -> str:
         """Some of the sets, for people."""
-        if len(some) == self.count:
-            return f"{self.count} {self.kind} of {self.source}"
-        return f"{len(some)} of {self.count} {self.kind} of {self.source}"
+        count = "" if len(some) == self.count else f"{len(some)} of "
+        return f"{count}{self.count} {self.kind}{'' if self.count == 1 else 's'} of {self.source}"
 
 
 def find_sets(model: onnx.ModelProto, prompts: PromptSet | None, given: Sequence[GivenFeed]) -> MeasuredSets | None:
@@ -88,9 +87,7 @@ def find_sets(model: onnx.ModelProto, prompts: PromptSet | None, given: Sequence
                 "skip-scores by the cosine of any outputs"
             )
         longest = max(len(ids) for ids in prompts.prompts)
-        return MeasuredSets(
-            prompts.source, "prompts", len(prompts.prompts), longest, (LOGITS,), prompts=prompts.prompts
-        )
+        return MeasuredSets(prompts.source, "prompt", len(prompts.prompts), longest, (LOGITS,), prompts=prompts.prompts)
     if not given:
         return None
     outputs = tuple(o.name for o in model.graph.output if o.type.tensor_type.elem_type in _FLOATS)
@@ -99,9 +96,7 @@ def find_sets(model: onnx.ModelProto, prompts: PromptSet | None, given: Sequence
     labels = list(dict.fromkeys(feed.label for feed in given))
     lengths = [n for feed in given if (n := _keys_of(model, feed)) is not None]
     inputs = tuple(feed.arrays for feed in given)
-    return MeasuredSets(
-        _name_inputs(labels), "sets of inputs", len(given), max(lengths, default=None), outputs, inputs=inputs
-    )
+    return MeasuredSets(_name_inputs(labels), "set", len(given), max(lengths, default=None), outputs, inputs=inputs)
 
 
 def _name_inputs(labels: Sequence[str]) -> str:
