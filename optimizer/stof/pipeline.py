@@ -180,10 +180,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     report.nodes_before = len(graph.graph.node)
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
-    if job.skip_scores is not None and any(s.decided.has_replaced for s in stages):
-        from stof.skip_scores.apply import report_layers
-
-        report_layers(job, job.skip_scores, _skip_report(report), stages[-1].written)
+    _report_skipping(report, job, stages)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
@@ -191,7 +188,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
-    thresholds = {} if report.sparsity is None or report.sparsity.skip is None else report.sparsity.skip.thresholds
+    thresholds = {} if report.sparsity is None else report.sparsity.skip_thresholds
     digest = digest_of(job.sparsity, job.skip_scores)
     _save_plan({s.op.key: s.decided.plan for s in stages}, options, digest, thresholds)
 
@@ -422,6 +419,19 @@ def _estimate_memory(report: Report, memory: StageMemory, stages: Sequence[Stage
         report.memory = memory.estimate(stages)
     if report.memory.is_above_limit:
         raise MemoryLimitError(report.memory.limit_words())
+
+
+def _report_skipping(report: Report, job: Job, stages: Sequence[Stage]) -> None:
+    """Has the report say which attentions skip by score, before thresholds are calibrated.
+
+    Raises:
+        ArgumentError: when none can, or the plan has thresholds of others.
+    """
+    if job.skip_scores is None or not any(s.decided.has_replaced for s in stages):
+        return
+    from stof.skip_scores.apply import report_layers
+
+    report_layers(job, job.skip_scores, _skip_report(report), stages[-1].written)
 
 
 def _skip_report(report: Report) -> SkipReport:

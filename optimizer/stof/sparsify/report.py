@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -85,6 +85,11 @@ class SparsityReport:
     def changes_outputs(self) -> bool:
         """Whether an attention has a pattern, or skips by score."""
         return self.sparsified > 0 or (self.skip is not None and self.skip.skipping > 0)
+
+    @property
+    def skip_thresholds(self) -> Mapping[str, float]:
+        """Those of skip by score that are known, by the names of operators; empty without it."""
+        return {} if self.skip is None else self.skip.thresholds
 
     @property
     def sparsified(self) -> int:
