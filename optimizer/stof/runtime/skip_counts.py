@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stof.runtime.library import EARLIER, LibraryError, library
+from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,16 @@ def reset_skip_counts() -> None:
         LibraryError: as of ``skip_counts``.
     """
     _function("stof_reset_skip_counts")()
+
+
+def skips_scores(op: str, target: str) -> bool:
+    """Whether kernels of an attention operator read ``skip_threshold`` on a target of ``--target``.
+
+    Raises:
+        LibraryError: without a library, and for one that does not state its limits.
+    """
+    limits = op_limits().get(op, {}).get("targets", {}).get(target, {})
+    return bool(limits.get("skips_scores", False))
 
 
 def _function(name: str) -> Callable[..., None]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
 from stof.sparsify.patterns import Pattern
+from stof.sparsify.skip_report import SkipReport, number_ranges
 
 _NO_INPUT = "no operator took it, and PagedAttention has no input for a pattern"
 
@@ -71,12 +72,26 @@ class SparsityReport:
         rows: a row for each attention that it could be for.
         loss: measured on whole prompts; None where there were none.
         decode_loss: measured on single tokens over the cache; None where there is none.
+        has_patterns: whether the option names a pattern, not skip by score alone.
+        skip: what skip by score does; None: the option does not name it.
     """
 
     spec: str
     rows: list[SparsifiedSite] = field(default_factory=list)
     loss: Loss | None = None
     decode_loss: Loss | None = None
+    has_patterns: bool = True
+    skip: SkipReport | None = None
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether an attention has a pattern, or skips by score."""
+        return self.sparsified > 0 or (self.skip is not None and self.skip.skipping > 0)
+
+    @property
+    def skip_thresholds(self) -> Mapping[str, float]:
+        """Those of skip by score that are known, by the names of operators; empty without it."""
+        return {} if self.skip is None else self.skip.thresholds
 
     @property
     def sparsified(self) -> int:
@@ -86,9 +101,11 @@ class SparsityReport:
     @property
     def headline(self) -> str:
         """For the report's first line."""
-        if not self.sparsified:
+        if not self.changes_outputs:
             return "--sparsify changes nothing"
-        return f"OUTPUTS CHANGE: --sparsify puts a pattern on {self.sparsified} of {len(self.rows)} attentions"
+        pattern = f"puts a pattern on {self.sparsified} of {len(self.rows)} attentions" if self.sparsified else ""
+        skip = "" if self.skip is None else self.skip.headline
+        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skip)))}"
 
     def mark_written(self, replaced: Collection[str], reason: str) -> None:
         """Says which attentions an operator took.
@@ -97,6 +114,8 @@ class SparsityReport:
             replaced: their names. None: no model with patterns is written.
             reason: for attentions without a pattern then.
         """
+        if not replaced and self.skip is not None:
+            self.skip.mark_unwritten(reason)
         if not replaced:
             self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
         self.rows = [
@@ -111,17 +130,22 @@ class SparsityReport:
         for row in self.rows:
             groups[_without_place(row)].append(row)
         report_lines = [line for group in groups.values() for line in _group_lines(group)]
-        if not self.rows:
-            return ["  the model has no causal attention that takes a pattern"]
-        if self.sparsified:
+        if not self.rows and self.has_patterns:
+            report_lines = ["  the model has no causal attention that takes a pattern"]
+        if self.skip is not None:
+            report_lines += self.skip.lines()
+        if self.changes_outputs:
             measured = [line for lines in self._loss_lines() for line in lines]
-            report_lines += measured or ["loss: not measured; --prompts FILE measures it"]
+            measured += [] if self.skip is None else self.skip.loss_lines()
+            files = "--prompts FILE" if self.skip is None else "--prompts FILE or --inputs FILE"
+            report_lines += measured or [f"loss: not measured; {files} measures it"]
         return report_lines
 
     @property
     def loss_headlines(self) -> list[str]:
         """A line for each loss that was measured."""
-        return [lines[0] for lines in self._loss_lines()]
+        on_inputs = [] if self.skip is None else self.skip.loss_lines()
+        return [*(lines[0] for lines in self._loss_lines()), *on_inputs]
 
     def _loss_lines(self) -> list[list[str]]:
         losses = (("loss", self.loss), ("loss of decoding", self.decode_loss))
@@ -131,10 +155,11 @@ class SparsityReport:
         """Every fact by its key."""
         return {
             "spec": self.spec,
-            "outputs_change": bool(self.sparsified),
+            "outputs_change": self.changes_outputs,
             "sites": [asdict(row) for row in self.rows],
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
+            "skip_scores": None if self.skip is None else self.skip.to_json(),
         }
 
 
@@ -144,7 +169,7 @@ def _without_place(row: SparsifiedSite) -> SparsifiedSite:
 
 def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     first = group[0]
-    layers = ", ".join(_ranges([r.layer for r in group]))
+    layers = ", ".join(number_ranges([r.layer for r in group]))
     if not first.sparsified:
         return [f"  dense layer {layers}: {first.reason}"]
     kind = "the causal pairs" if first.is_causal else "all pairs"
@@ -162,14 +187,3 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     )
     bias = ["        every pair is computed, and a bias forbids some: no operator took it"] if first.is_by_bias else []
     return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *padding, *bias]
-
-
-def _ranges(numbers: list[int]) -> list[str]:
-    """Sorted numbers as texts, neighbours as ranges."""
-    ranges: list[list[int]] = []
-    for n in numbers:
-        if ranges and n == ranges[-1][1] + 1:
-            ranges[-1][1] = n
-        else:
-            ranges.append([n, n])
-    return [str(a) if a == b else f"{a} to {b}" for a, b in ranges]
