@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stof.runtime.library import build_info, get_library_path, library_path, register
+from stof.runtime.skip_counts import SkipCounts, reset_skip_counts, skip_counts
 
 if TYPE_CHECKING:
     from stof.api import optimize
@@ -26,6 +27,7 @@ __all__ = [
     "ModelError",
     "Options",
     "Report",
+    "SkipCounts",
     "StofError",
     "VerifyError",
     "__version__",
@@ -35,6 +37,8 @@ __all__ = [
     "optimize",
     "optimize_folder",
     "register",
+    "reset_skip_counts",
+    "skip_counts",
 ]
 # onnx and its companions are loaded when they are needed: `import stof; stof.register(...)` stays light.
 _HOMES = {

@@ -173,8 +173,9 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sparsify",
         metavar="SPEC",
-        help="put a sparse pattern on dense causal attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, "
-        'mask="...", or a pattern file',
+        help="put a sparse pattern on dense attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, triangle, "
+        'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores: leave out what scores show '
+        "to hardly count, in any attention",
     )
     group.add_argument(
         "--sparse-mlp",
@@ -194,7 +195,13 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest mean KL divergence on --prompts to write a model with (0.1)",
     )
-    group.add_argument("--force", action="store_true", help="write the model beyond --max-kl, too")
+    group.add_argument(
+        "--min-cosine",
+        type=_share,
+        metavar="X",
+        help="least mean cosine of outputs on --inputs to write a model that skips by score with (0.999)",
+    )
+    group.add_argument("--force", action="store_true", help="write the model beyond --max-kl and --min-cosine, too")
 
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +234,14 @@ def _divergence(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+_share.__name__ = "number from 0 to 1"
 _divergence.__name__ = "number from 0 on"
 _seconds.__name__ = "number of seconds"  # argparse names the type in its message
 
@@ -271,6 +286,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sparse_mlp=arguments.sparse_mlp or "",
         prompts=arguments.prompts,
         max_kl=0.1 if arguments.max_kl is None else arguments.max_kl,
+        min_cosine=0.999 if arguments.min_cosine is None else arguments.min_cosine,
         force=arguments.force,
         output=arguments.output,
         target=_target(arguments),
@@ -319,8 +335,11 @@ def _check_changes(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None and changes is None:
         raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
     measured = arguments.prompts or arguments.sparse_mlp
+    on_inputs = bool(arguments.inputs) and arguments.sparsify is not None  # which measure skip by score
+    if arguments.min_cosine is not None and not on_inputs:
+        raise ArgumentError("--min-cosine is for --inputs with --sparsify skip-scores; give both")
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
-        if is_given and measured is None:
+        if is_given and measured is None and not (on_inputs and option == "--force"):
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 
 

@@ -19,6 +19,7 @@ from stof.arguments.checks import (
     check_path,
     check_range,
     check_seconds,
+    check_share,
     check_text,
     check_texts,
     one_of,
@@ -64,6 +65,7 @@ class OptionArguments(TypedDict, total=False):
     sparse_mlp: str
     prompts: PathLike | None
     max_kl: float
+    min_cosine: float
     force: bool
     ignore_empty_rows: bool
     chains: str
@@ -95,18 +97,20 @@ class Options:
         verify_memory: bytes for that; 0: half of what is free.
         memory_limit: no model is written whose run is estimated to take more bytes, weights and activations together, at the
             largest sizes in use; 0: any number.
-        inputs: what verification runs on before drawn inputs: a .npz file, a folder of ``input_*.pb``, "module:function",
-            arrays by name, a callable that gives some, or several of these.
+        inputs: what verification runs on before drawn inputs, and skip-scores of ``sparsify`` is measured on: a .npz file, a
+            folder of ``input_*.pb``, "module:function", arrays by name, a callable that gives some, or several of these.
         only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others.
         skip: likewise, the sites to leave as they are.
         shapes: ranges of dimensions in use, by name: a size, or (least, most).
         masks: mask expressions that the user states, by site; they are checked.
-        sparsify: patterns for dense attention, such as "s2:local=16,stride=8"; outputs change.
+        sparsify: patterns for dense attention, such as "s2:local=16,stride=8", and "skip-scores"; outputs change.
         sparse_mlp: calibration prompts and how neurons are selected, such as "prompts.npz,kind=svd,active=0.3"; outputs
             change.
         prompts: token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured.
         max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
-        force: write the model beyond it, too.
+        min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model that skips by
+            score is written.
+        force: write the model beyond both, too.
         ignore_empty_rows: fully masked rows may give another result than in the original.
         chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is
             estimated.
@@ -147,6 +151,7 @@ class Options:
     sparse_mlp: str = ""
     prompts: Path | None = None
     max_kl: float = 0.1
+    min_cosine: float = 0.999
     force: bool = False
     ignore_empty_rows: bool = False
     chains: str = "auto"
@@ -214,6 +219,7 @@ _CHECKS: dict[str, Check] = {
     "unpad_capacity": _check_capacity,
     "explain": or_none(check_text),
     "max_kl": check_number,
+    "min_cosine": check_share,
     "shapes": _check_shapes,
     "masks": _check_masks,
 }

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import onnx
+
 from stof import progress
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
@@ -38,7 +40,8 @@ from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
 from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.report import SparsityReport
-from stof.sparsify.sparsity import Sparsity
+from stof.sparsify.skip_report import SkipReport
+from stof.sparsify.sparsity import Sparsity, digest_of
 from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, find_model_inputs, rewrite
 from stof.target_support import missing_for
@@ -171,12 +174,13 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError(
             f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
         )
-    job = _prepare(report, _read_options(job, target, report.dry_run), target)
+    job = _prepare(report, _read_options(job, target, report.dry_run), target, user_inputs)
     stages = rewrite(job, OPS)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
+    _report_skipping(report, job, stages)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
@@ -184,7 +188,9 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
-    _save_plan({s.op.key: s.decided.plan for s in stages}, options, job.sparsity.digest if job.sparsity else "")
+    thresholds = {} if report.sparsity is None else report.sparsity.skip_thresholds
+    digest = digest_of(job.sparsity, job.skip_scores)
+    _save_plan({s.op.key: s.decided.plan for s in stages}, options, digest, thresholds)
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
@@ -210,7 +216,7 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
     return replace(job, settings=settings)
 
 
-def _prepare(report: Report, job: Job, target: Path) -> Job:
+def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[GivenFeed]) -> Job:
     """The job with the model that the ops rewrite: constants are read, and attentions have the patterns of --sparsify.
 
     Raises:
@@ -221,14 +227,19 @@ def _prepare(report: Report, job: Job, target: Path) -> Job:
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
-        sparsity = Sparsity(spec, SparsityReport(job.options.sparsify))
-        job = replace(job, sparsity=sparsity)
-        with job.step("sparsify"):
-            for op in OPS:
-                job = op.prepare(job)
-        report.sparsity = sparsity.report
+        report.sparsity = SparsityReport(job.options.sparsify, has_patterns=bool(spec.clauses))
+        if spec.skip_clauses:
+            from stof.skip_scores.apply import check_request
+
+            check_request(spec, job, user_inputs)
+            job, report.sparsity.skip = replace(job, skip_scores=spec), SkipReport()
+        if spec.clauses:
+            job = replace(job, sparsity=Sparsity(spec, report.sparsity))
+            with job.step("sparsify"):
+                for op in OPS:
+                    job = op.prepare(job)
     stated = "" if job.plan is None else job.plan.sparsity
-    digest = "" if job.sparsity is None else job.sparsity.digest
+    digest = digest_of(job.sparsity, job.skip_scores)
     if job.plan is not None and stated != digest:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
@@ -277,9 +288,14 @@ def _load_plan(options: Options) -> Plan | None:
     return plan
 
 
-def _save_plan(entries: dict[str, tuple[PlanEntry, ...]], options: Options, sparsity: str = "") -> None:
+def _save_plan(
+    entries: dict[str, tuple[PlanEntry, ...]],
+    options: Options,
+    sparsity: str = "",
+    thresholds: Mapping[str, float] | None = None,
+) -> None:
     if options.save_plan is not None:
-        Plan(entries, options.tuned_for, sparsity).save(options.save_plan)
+        Plan(entries, options.tuned_for, sparsity, thresholds or {}).save(options.save_plan)
 
 
 def _check_files(
@@ -375,7 +391,13 @@ def _verify_and_write(
         return stages
     final = stages[-1].written
     _mark_written(report, stages)
-    _measure_loss(report, job, stages, target)
+    if job.skip_scores is not None:
+        from stof.skip_scores.apply import skip_by_score
+
+        with _measure_seconds(report, "skip_scores"):
+            skipping = skip_by_score(job, job.skip_scores, _skip_report(report), stages, target.parent, user_inputs)
+        final, job = skipping.model, replace(job, prompts=skipping.prompts or job.prompts)
+    _measure_loss(report, job, stages, final, target)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):
         data_files = save(final, target, job.source)
@@ -399,6 +421,26 @@ def _estimate_memory(report: Report, memory: StageMemory, stages: Sequence[Stage
         raise MemoryLimitError(report.memory.limit_words())
 
 
+def _report_skipping(report: Report, job: Job, stages: Sequence[Stage]) -> None:
+    """Has the report say which attentions skip by score, before thresholds are calibrated.
+
+    Raises:
+        ArgumentError: when none can, or the plan has thresholds of others.
+    """
+    if job.skip_scores is None or not any(s.decided.has_replaced for s in stages):
+        return
+    from stof.skip_scores.apply import report_layers
+
+    report_layers(job, job.skip_scores, _skip_report(report), stages[-1].written)
+
+
+def _skip_report(report: Report) -> SkipReport:
+    """What the report says of skip by score, which the options name."""
+    assert report.sparsity is not None
+    assert report.sparsity.skip is not None
+    return report.sparsity.skip
+
+
 def _mark_written(report: Report, stages: Sequence[Stage]) -> None:
     """Has the report of --sparsify say which attentions an operator took."""
     if report.sparsity is not None:
@@ -406,13 +448,13 @@ def _mark_written(report: Report, stages: Sequence[Stage]) -> None:
         report.sparsity.mark_written(taken, "nothing was replaced, and outputs are those of the original")
 
 
-def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Path) -> None:
+def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], final: onnx.ModelProto, target: Path) -> None:
     """Measures by how much next tokens change, where options change outputs and there are prompts.
 
     Raises:
         VerifyError: when it is above --max-kl.
     """
-    is_sparsified = report.sparsity is not None and report.sparsity.sparsified > 0
+    is_sparsified = report.sparsity is not None and report.sparsity.changes_outputs
     changed = [s.decided.section for s in stages if s.decided.section.changes_outputs]
     decided = [s.decided for s in stages]
     prompts = job.prompts or next(
@@ -421,12 +463,15 @@ def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], target: Pat
     if prompts is None or not (is_sparsified or changed):
         return
     from stof.prompt_runs.measure_loss import check_loss, measure_loss
+    from stof.skip_scores.apply import counted_skipping
 
-    if not is_sparsified and not has_logits(job.model):
-        return  # the sections that change outputs say how much by themselves
-    with _measure_seconds(report, "prompts"):
+    by_itself = report.sparsity is None or not report.sparsity.sparsified  # what changes outputs says how much
+    if by_itself and not has_logits(job.model):
+        return
+    skip = None if report.sparsity is None else report.sparsity.skip
+    with _measure_seconds(report, "prompts"), counted_skipping(skip):
         inputs = find_model_inputs(job, stages)
-        loss = measure_loss(job.source, stages[-1].written, inputs, prompts, target.parent, job.options)
+        loss = measure_loss(job.source, final, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
     for section in changed:

@@ -7,10 +7,11 @@ A plan holds no time, path or machine: the same model and choices give the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from stof.arguments.checks import MOST_SKIP_THRESHOLD
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
 from stof.files.strict_json import quoted
@@ -18,6 +19,7 @@ from stof.targets import CPU, TARGETS, Target
 
 FORMAT = "stof-plan"
 VERSION = 1
+_SKIP = "skip_thresholds"
 
 
 class PlanEntry(Protocol):
@@ -64,6 +66,7 @@ class Plan:
     entries: Mapping[str, tuple[PlanEntry, ...]]
     target: Target = CPU
     sparsity: str = ""  # digest of the patterns of --sparsify
+    skip_thresholds: Mapping[str, float] = field(default_factory=dict)  # of attention operators that skip by score
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -73,6 +76,7 @@ class Plan:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
+        data |= {_SKIP: dict(self.skip_thresholds)} if self.skip_thresholds else {}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
@@ -110,7 +114,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
         raise ArgumentError(
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
-    fields = Fields(where, "", data, {"format", "version", "target", "sparsity", *formats})
+    fields = Fields(where, "", data, {"format", "version", "target", "sparsity", _SKIP, *formats})
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
     entries: dict[str, tuple[PlanEntry, ...]] = {}
     for key, form in formats.items():
@@ -125,7 +129,20 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
                 )
             by_name[entry.name] = entry
         entries[key] = tuple(by_name.values())
-    return Plan(entries, target, fields.text("sparsity", ""))
+    return Plan(entries, target, fields.text("sparsity", ""), _read_thresholds(fields))
+
+
+def _read_thresholds(fields: Fields) -> dict[str, float]:
+    """The thresholds of skip by score, by the names of attention operators; 0: it computes every key tile."""
+    thresholds: dict[str, float] = {}
+    for name, value in fields.take(_SKIP, dict, {}).items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= MOST_SKIP_THRESHOLD:
+            raise ArgumentError(
+                f"{fields.where} has {_SKIP}[{name!r}] {quoted(value)}, expected a number from 0 to {int(MOST_SKIP_THRESHOLD)}"
+            )
+        thresholds[name] = float(value)
+    return thresholds
 
 
 class Fields:

@@ -63,6 +63,7 @@ Status Definition::Make(const OpDescription& description, const std::string& lay
 
 Status Definition::Prepare(const Fields& given) {
   for (const AttributeDescription& attribute : description_.attributes) {
+    if (!attribute.is_for_tensorrt) continue;
     if (const Field* field = given.Find(attribute.name)) fields_.Set(*field);
   }
   STOF_RETURN_IF_ERROR(CreateOp(description_, fields_, &op_));

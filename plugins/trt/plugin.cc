@@ -421,6 +421,7 @@ int32_t Plugin::enqueue(const PluginTensorDesc* in, const PluginTensorDesc* out,
 
 Creator::Creator(const OpDescription& description) : description_(description) {
   for (const AttributeDescription& attribute : description.attributes) {
+    if (!attribute.is_for_tensorrt) continue;
     const bool whole = attribute.type == AttributeType::kInt || attribute.type == AttributeType::kInts;
     const PluginFieldType type = whole                                     ? PluginFieldType::kINT32
                                  : attribute.type == AttributeType::kFloat ? PluginFieldType::kFLOAT32

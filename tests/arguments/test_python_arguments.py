@@ -37,6 +37,7 @@ from stof.targets import TARGETS
         ({"verify_budget": float("inf")}, "verify_budget is inf, expected a number of seconds from 0 on"),
         ({"verify_memory": "2G"}, "verify_memory is '2G', expected an integer from 0 on"),
         ({"max_kl": float("nan")}, "max_kl is nan, expected a number from 0 on"),
+        ({"min_cosine": 1.5}, "min_cosine is 1.5, expected a number from 0 to 1"),
         ({"verify": "no"}, "verify is 'no', expected True or False"),
         ({"json": 3}, "json is 3, expected a path"),
         ({"report": ""}, "report is '', expected a path that is not empty"),

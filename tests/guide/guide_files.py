@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.command.test_cli import ATTENTION, OPAQUE, text
 
 import build
+import stof
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of
@@ -25,6 +26,13 @@ WORDS, WIDTH = 31, 24
 def encoder(path: Path) -> None:
     """A text encoder with dense and windowed layers, and padding."""
     onnx.save(build.fill(build.load_graph("narrow/modernbert.dynamo.sdpa"), seed=1), path)
+
+
+def optimized_encoder(path: Path) -> None:
+    """The same encoder, optimized."""
+    source = path.with_name("dense.onnx")
+    encoder(source)
+    stof.optimize(source, path, verify=False)
 
 
 def features(path: Path) -> None:
@@ -147,7 +155,12 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "docs/guide/quickstart.md": MODEL,
     "docs/guide/report.md": {**MODEL, "exported": exported_folder},
     "docs/guide/sparse-mlp.md": {"decoder.onnx": relu_decoder, "calibration.json": calibration},
-    "docs/guide/sparsify.md": {"decoder.onnx": decoder, "prompts.npz": prompts, "rank1.onnx": rank},
+    "docs/guide/sparsify.md": {
+        "decoder.onnx": decoder,
+        "encoder.stof.onnx": optimized_encoder,
+        "prompts.npz": prompts,
+        "rank1.onnx": rank,
+    },
     "docs/guide/tensorrt.md": MODEL,
     "docs/guide/texts.md": {"model.onnx": embedder, "features.onnx": features},
     "docs/guide/tuning.md": MODEL,

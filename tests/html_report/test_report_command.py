@@ -37,6 +37,7 @@ CHANGED: dict[str, Any] = {
     "sparse_mlp": "prompts.npz,kind=svd",
     "prompts": Path("p.txt"),
     "max_kl": 0.25,
+    "min_cosine": 0.95,
     "force": True,
     "ignore_empty_rows": True,
     "chains": "on",
@@ -81,9 +82,12 @@ def test_every_option_is_tested() -> None:
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_one_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {"force": {"prompts", "sparsify"}, "max_kl": {"prompts", "sparsify"}, "prompts": {"sparsify"}}.get(
-        name, set()
-    )
+    needed: set[str] = {
+        "force": {"prompts", "sparsify"},
+        "max_kl": {"prompts", "sparsify"},
+        "min_cosine": {"inputs", "sparsify"},
+        "prompts": {"sparsify"},
+    }.get(name, set())
     options = Options(**{n: CHANGED[n] for n in (name, *needed)})
     assert parse(command_of("my model.onnx", options), monkeypatch) == ("my model.onnx", options)
 

@@ -81,7 +81,7 @@ def test_the_library_lists_what_is_set() -> None:
     }
     assert "STOF_TRT_LOG" not in found
     variables = environment_variables()
-    assert len(variables) == 20
+    assert len(variables) == 21
     paths = {v["name"] for v in variables if v["type"] == "path"}
     assert {v["name"] for v in variables if not v["read_in_setuid"]} == paths
 

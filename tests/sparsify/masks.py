@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -31,6 +33,30 @@ def window(heads: int, size: int, length: int, sink: int = 0) -> np.ndarray:
     for q in range(size):
         found[:, q, max(0, q - length + 1) : q + 1] = True
         found[:, q, : min(sink, q + 1)] = True
+    return found
+
+
+def triangle(heads: int, size: int, sink: int, length: int, last: int, *, first: int = 0, end: int = 0) -> np.ndarray:
+    """Of a run whose queries are at positions from ``first`` to ``end``, 0: to the last one."""
+    found = window(heads, size, length, sink)
+    for q in range(max(first, (end or size) - last), end or size):
+        found[:, q, : q + 1] = True
+    return found
+
+
+def radial(heads: int, size: int, tokens: int, sink: int) -> np.ndarray:
+    """Radial Attention over frames, pair by pair; bidirectional."""
+    found = np.zeros((heads, size, size), bool)
+    for q in range(size):
+        for k in range(size):
+            frames = abs(q // tokens - k // tokens)
+            octave = 2 ** math.floor(math.log2(max(frames, 1)))
+            apart = abs(q % tokens - k % tokens)
+            if octave <= tokens:
+                keep = apart + 1 <= tokens / octave
+            else:
+                keep = apart == 0 and frames % math.ceil(octave / tokens) == 0
+            found[:, q, k] = keep or k // tokens < sink
     return found
 
 

@@ -46,6 +46,17 @@ def test_inline_patterns() -> None:
     check('mask="min(k, q) < 3 or q - k < 5"', masks.window(2, SIZE, 5, 3))
 
 
+def test_names_with_parentheses() -> None:
+    check("s2(local=2,stride=3,block=16)", masks.s2(2, SIZE, 2, 3, 16))
+    check("s2 ( local=2, stride=3, block=16 )", masks.s2(2, SIZE, 2, 3, 16))
+    check("window(window=30,sink=4)", masks.window(2, SIZE, 30, 4))
+    check("window:window=30,sink=4", masks.window(2, SIZE, 30, 4))
+    check('mask(mask="min(k, q) < 3 or (q - k < 5)")', masks.window(2, SIZE, 5, 3))
+    spec = parse_spec("window(window=30,layers=0);s2(local=1,stride=4,block=16,layers=1)")
+    for layer, expected in ((0, masks.window(2, SIZE, 30)), (1, masks.s2(2, SIZE, 1, 4, 16))):
+        np.testing.assert_array_equal(pairs(spec.resolve(layer, 2, HEADS)), masks.to_query_heads(expected, HEADS.H))
+
+
 def test_layers_and_heads() -> None:
     spec = parse_spec("s2:local=1,stride=4,block=16,dense_layers=0:2+-1")
     assert [spec.resolve(i, 6, HEADS) is None for i in range(6)] == [True, True, False, False, False, True]
@@ -72,6 +83,14 @@ def test_layers_and_heads() -> None:
         ("s2:local=2,stride=4,relative=yes", "has relative=yes, expected an integer from 0 to 1"),
         ("s2:local=2,stride=4,per=head", "has per=head, expected kv_head or query_head"),
         ("s2:local,stride=4", "'local' is no field"),
+        ("s2:", "'' is no field"),
+        ("s2()", "has no stride, expected an integer"),
+        ("s2", "has no stride, expected an integer"),
+        ("s2(local=1,stride=2),layers=1", "parenthesis that does not end the clause, expected s2[(]key=value,...[)]"),
+        ("s2(local=1,stride=2", "parenthesis that is not closed, expected s2[(]key=value,...[)]"),
+        ("s2(local=1,,stride=2)", "'' is no field"),
+        ("mask()", "has no mask, expected a mask expression"),
+        ("s3(local=1,stride=2)", "begins with 's3[(]local', expected s2:local=N"),
         ("window=0", "has window=0, expected an integer from 1"),
         ("window=4,sinks=3", "has key 'sinks', expected window, sink"),
         ("window=99999999999", "expected an integer from 1"),

@@ -24,6 +24,7 @@ from stof.ops import PLAN_FORMATS
 from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
+from stof.sparsify.skip_report import SkippedLayer, SkipReport
 from stof.tuning_cache import EarlierMeasurements
 from stof.unpadding.report import UnpadReport
 from stof.verification.model_times import ModelTimes, RunTimes
@@ -187,7 +188,15 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     predicted = (asdict(PredictionReport("", 0)), MlpSection(spec="p.npz").to_json()["sparse_mlp"])
     bucket = Bucket(0, 1, 1, 0.0, 1.0)
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
-    sparsified = (sparsity, sparsity["sites"][0], sparsity["loss"], sparsity["loss"]["buckets"][0])
+    skip = SkipReport([SkippedLayer("", 0, False)]).to_json()
+    sparsified = (
+        sparsity,
+        sparsity["sites"][0],
+        sparsity["loss"],
+        sparsity["loss"]["buckets"][0],
+        skip,
+        skip["layers"][0],
+    )
     objects = (
         *sparsified,
         report,

@@ -14,6 +14,7 @@ from typing import Any
 from stof.errors import ArgumentError, shown
 
 Check = Callable[[str, Any], Any]
+MOST_SKIP_THRESHOLD = float(1 << 22)  # that attention operators take as skip_threshold
 _MOST_SHOWN = 60  # characters of a value
 
 
@@ -70,6 +71,14 @@ def check_number(name: str, value: object, unit: str = "") -> float:
     if not 0 <= float(value) < math.inf:
         raise refuse(name, value, expected)
     return float(value)
+
+
+def check_share(name: str, value: object) -> float:
+    """A number from 0 to 1."""
+    share = check_number(name, value)
+    if share > 1:
+        raise refuse(name, value, "a number from 0 to 1")
+    return share
 
 
 def check_seconds(name: str, value: object) -> float:

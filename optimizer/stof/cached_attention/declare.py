@@ -59,6 +59,9 @@ def declare_patterns(job: Job, key: str) -> Job:
             sparsity.keep_dense(candidate.name, layer, reason or "--sparsify leaves it dense")
             continue
         pattern, facts = declaration
+        if misfit := _reason_misfit(site, pattern):
+            sparsity.keep_dense(candidate.name, layer, misfit)
+            continue
         if isinstance(site, PagedSite):
             declared = DeclaredPattern(pattern, facts, patterns.name_tables(pattern))
             sparsity.put(candidate.name, layer, site.node.output[0], declared, needs_operator=True)
@@ -82,6 +85,17 @@ def _reason_dense(candidate: CacheCandidate) -> str:
         return f"its mask is no plain causal one: it has a window of {site.window} keys"
     if isinstance(site, PagedSite) and site.does_rotary and not site.rotary_size:
         return "the columns of its cos_cache are not known before the run; standard nodes with the pattern need them"
+    return ""
+
+
+def _reason_misfit(site: CacheSite | PagedSite, pattern: Pattern) -> str:
+    """Why an attention cannot have this pattern; empty where it can."""
+    if not pattern.is_causal:
+        return f"its mask is causal: {pattern.label!r} is a pattern of bidirectional attention"
+    if isinstance(site, PagedSite) and pattern.reads_run_length:
+        return (
+            f"over pages each sequence of a step has its own length, and a mask reads none: {pattern.label!r} needs it"
+        )
     return ""
 
 

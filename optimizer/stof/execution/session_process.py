@@ -22,9 +22,10 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,19 @@ from stof.errors import ArgumentError
 from stof.execution.captured_messages import CapturedMessages
 from stof.execution.channel import Channel
 from stof.execution.run_limits import MemoryLimit, PeakMemory, resident_bytes, show_bytes
-from stof.execution.session_worker import Create, Created, Failure, Measure, Request, Run, SessionSpec, Version
+from stof.execution.session_worker import (
+    Body,
+    Create,
+    Created,
+    Failure,
+    Measure,
+    Request,
+    Run,
+    SessionSpec,
+    TakeSkipCounts,
+    Version,
+)
+from stof.runtime.skip_counts import SkipCounts
 
 # What the process runs: its arguments are a socket, the end of a pipe that nobody writes to, and the paths of imports. The first
 # argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
@@ -61,9 +74,16 @@ class RuntimeFailure(Exception):
 
 
 class _SessionProcess:
-    """A process that holds sessions of ONNX Runtime. ``released_sessions``: those to free with the next request, by number."""
+    """A process that holds sessions of ONNX Runtime.
 
-    def __init__(self) -> None:
+    Args:
+        environment: variables that it has besides those of this process.
+
+    Attributes:
+        released_sessions: those to free with the next request, by number.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         if not sys.executable:
             raise ArgumentError("sys.executable is empty: no process for ONNX Runtime can be started from this Python")
         self.owner = os.getpid()
@@ -80,6 +100,7 @@ class _SessionProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=messages.descriptor,
+                env={**os.environ, **environment},
                 pass_fds=(worker_socket.fileno(), read),
                 start_new_session=True,
             )
@@ -107,7 +128,7 @@ class _SessionProcess:
     def end(self) -> None:
         self._finalizer()
 
-    def request(self, body: Create | Run | Measure | Version | None, seconds: float | None, memory: int = 0) -> Any:
+    def request(self, body: Body | None, seconds: float | None, memory: int = 0) -> Any:
         """The process's answer to a request. On any error but a refusal, an interrupt for instance, the process is ended.
 
         Args:
@@ -276,6 +297,7 @@ class Session:
 
 class _ThreadState(threading.local):
     process: _SessionProcess | None = None
+    environment: Mapping[str, str] = MappingProxyType({})
 
 
 _thread_state = _ThreadState()
@@ -283,7 +305,7 @@ _thread_state = _ThreadState()
 
 def _thread_process() -> _SessionProcess:
     if _thread_state.process is None or not _thread_state.process.is_alive:
-        _thread_state.process = _SessionProcess()
+        _thread_state.process = _SessionProcess(_thread_state.environment)
     return _thread_state.process
 
 
@@ -330,3 +352,30 @@ def end_process() -> None:
     if _thread_state.process is not None:
         _thread_state.process.end()
         _thread_state.process = None
+
+
+@contextlib.contextmanager
+def session_environment(**variables: str) -> Iterator[None]:
+    """Sessions that the calling thread makes meanwhile live in a process of their own with these environment variables.
+
+    Libraries read some of them once a process. Sessions that were made before cannot run any more.
+    """
+    before = _thread_state.environment
+    end_process()
+    _thread_state.environment = MappingProxyType({**before, **variables})
+    try:
+        yield
+    finally:
+        end_process()
+        _thread_state.environment = before
+
+
+def take_skip_counts() -> SkipCounts | None:
+    """What attention skipped by score in sessions of the calling thread since the last call; None: nothing counts it.
+
+    Raises:
+        RuntimeFailure: where the process ended.
+    """
+    counts = _thread_process().request(TakeSkipCounts(), _IMPORT_SECONDS)
+    assert counts is None or isinstance(counts, SkipCounts)
+    return counts

@@ -12,12 +12,15 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from stof.errors import explained
 from stof.execution.channel import Channel
+
+if TYPE_CHECKING:
+    from stof.runtime.skip_counts import SkipCounts
 
 # The types of ONNX Runtime's tensors that ml_dtypes has and NumPy has not: the name there, and the number in
 # onnx.TensorProto.DataType.
@@ -105,11 +108,19 @@ class Version:
 
 
 @dataclass(frozen=True)
+class TakeSkipCounts:
+    """Asks for what attention skipped by score since the last such request; the answer is ``SkipCounts``, or None."""
+
+
+Body: TypeAlias = "Create | Run | Measure | Version | TakeSkipCounts"
+
+
+@dataclass(frozen=True)
 class Request:
     """One of the above, after sessions that nobody needs any more are gone."""
 
     released: tuple[int, ...]
-    body: Create | Run | Measure | Version | None
+    body: Body | None
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,7 @@ def main(connection: int) -> None:
         del answer
 
 
-def _answer(body: Create | Run | Measure | Version | None, sessions: dict[int, Any]) -> object:
+def _answer(body: Body | None, sessions: dict[int, Any]) -> object:
     if isinstance(body, Create):
         session = _Evaluator(body.spec) if body.spec.reference else _Session(body.spec)
         sessions[body.number] = session
@@ -168,7 +179,22 @@ def _answer(body: Create | Run | Measure | Version | None, sessions: dict[int, A
         import onnxruntime as ort
 
         return str(ort.__version__)
+    if isinstance(body, TakeSkipCounts):
+        return _take_skip_counts()
     return None
+
+
+def _take_skip_counts() -> SkipCounts | None:
+    """What sessions of this process skipped, which is then forgotten; None: the library does not count."""
+    from stof.runtime.library import LibraryError
+    from stof.runtime.skip_counts import reset_skip_counts, skip_counts
+
+    try:
+        counts = skip_counts()
+        reset_skip_counts()
+    except LibraryError:
+        return None
+    return counts
 
 
 def _measure(body: Measure, sessions: Sequence[Any]) -> list[list[float]]:

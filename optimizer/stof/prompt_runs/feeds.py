@@ -53,6 +53,17 @@ def make_feed(
     return feed
 
 
+def make_prompt_feed(maker: InputMaker, ids: np.ndarray) -> Feed:
+    """The inputs of a whole prompt [S] without a past, over pages where the model has them.
+
+    Raises:
+        ArgumentError: as of :func:`make_feed` and :func:`make_paged_feed`.
+    """
+    if isinstance(maker, PagedInputMaker):
+        return make_paged_feed(maker, ids, 0, len(ids))
+    return make_feed(maker, ids)
+
+
 def make_paged_feed(maker: PagedInputMaker, ids: np.ndarray, before: int, rows: int, option: str = "--prompts") -> Feed:
     """The inputs of the tokens of one sequence over pages.
 

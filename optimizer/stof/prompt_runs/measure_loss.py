@@ -20,7 +20,7 @@ from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.graph.index import all_nodes
 from stof.options import Options
-from stof.prompt_runs.feeds import Feed, make_feed, make_paged_feed
+from stof.prompt_runs.feeds import Feed, make_feed, make_paged_feed, make_prompt_feed
 from stof.prompt_runs.limits import prompt_limits
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
@@ -68,11 +68,9 @@ def measure_loss(
             _check_logits(original.outputs)
             for i, ids in enumerate(prompts.prompts):
                 try:
+                    one, other = (_logits(s, make_prompt_feed(maker, ids)) for s in (original, result))
                     if isinstance(maker, PagedInputMaker):
-                        one, other = (_logits(s, make_paged_feed(maker, ids, 0, len(ids))) for s in (original, result))
                         one, other = (x[None] if x.ndim == 2 else x for x in (one, other))  # no axis of sequences
-                    else:
-                        one, other = (_logits(s, make_feed(maker, ids)) for s in (original, result))
                     _check_shapes(one, other, len(ids))
                     # Some models give the logits of the last token alone.
                     whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
@@ -109,7 +107,7 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
     raise VerifyError(
         f"{changed_by} changes outputs too much: KL divergence {worst.kl:.4g}{of} on {loss.source}, --max-kl allows "
         f"{options.max_kl:g}; next-token agreement is {100 * worst.agreement:.2f} %. Nothing was written; choose a denser "
-        "pattern or more neurons, raise --max-kl, or write it anyway with --force"
+        "pattern, a smaller threshold or more neurons, raise --max-kl, or write it anyway with --force"
     )
 
 

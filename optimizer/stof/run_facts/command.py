@@ -71,6 +71,7 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "sparse_mlp": _value("--sparse-mlp"),
     "prompts": _value("--prompts"),
     "max_kl": _number("--max-kl"),
+    "min_cosine": _number("--min-cosine"),
     "force": _flag("--force"),
     "ignore_empty_rows": lambda value: ["--empty-rows", "ignore"],
     "chains": _value("--chains"),

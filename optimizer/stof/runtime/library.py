@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 LIBRARY = "libstof_ort.so"
-_EARLIER = (
+EARLIER = (
     "it is of an earlier version than this package; install both of one version, or set STOF_LIBRARY to such a one"
 )
 ERROR_SIZE = 1024
@@ -201,7 +201,7 @@ def op_limits() -> dict[str, Any]:
     """
     ask = getattr(library(), "stof_op_limits", None)
     if ask is None:
-        raise LibraryError(f"the plugin library does not state its limits (stof_op_limits): {_EARLIER}")
+        raise LibraryError(f"the plugin library does not state its limits (stof_op_limits): {EARLIER}")
     return _parse_limits(ask())
 
 
@@ -226,11 +226,11 @@ def type_limits(op: str, target: str, limits: type[T]) -> dict[int, T]:
     """
     names = [f.name for f in fields(limits)]
     if op not in op_limits():
-        raise LibraryError(f"the plugin library has no {op}: {_EARLIER}")
+        raise LibraryError(f"the plugin library has no {op}: {EARLIER}")
     types = op_limits()[op]["targets"][target].get("types", {})
     for numbers in types.values():
         if missing_names := [n for n in names if n not in numbers]:
-            raise LibraryError(f"the plugin library does not state {missing_names[0]} of {op}: {_EARLIER}")
+            raise LibraryError(f"the plugin library does not state {missing_names[0]} of {op}: {EARLIER}")
     return {int(t): limits(**{n: numbers[n] for n in names}) for t, numbers in types.items()}
 
 

@@ -37,7 +37,7 @@ def emit_pattern_bias(
 
     Args:
         builder: gets the nodes.
-        mask: reads h, q, k and tables.
+        mask: reads h, q, k, S, P and tables; P is of each sequence.
         tensors: of the step.
         tables: the tensor of each table.
         num_heads: H.
@@ -53,7 +53,7 @@ def emit_pattern_bias(
     behind = b.add("Sub", [keys, queries])
     first = b.add("Equal", [total, queries])  # a first prompt: no sequence has a past
     before = b.add("Where", [first, b.constant(0), behind])
-    absolute = mask.substitute({"q": Binary("+", _BEFORE, Q)})
+    absolute = mask.substitute({"q": Binary("+", _BEFORE, Q), "P": _BEFORE})
     sizes = ScoreSizes(B=batch, H=b.constant(num_heads), S=queries, T=total, P=b.constant(0))
     allowed = emit_mask(b, absolute.root, sizes, {"lengths": before, **tables})
     bias = emit_bias(b, allowed, dtype)

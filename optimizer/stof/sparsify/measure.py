@@ -24,10 +24,11 @@ class PatternFacts:
 
     Attributes:
         length: tokens of a prompt that densities are of.
-        density: allowed pairs over causal ones, the mean of all heads.
+        density: allowed pairs over causal ones, or over all where the pattern is not causal; the mean of all heads.
         read_density: the same for the keys that some query head of a group attends.
         is_per_kv_head: the query heads of each group attend the same keys, so that both densities are equal.
         is_cache_efficient: a key that one query drops is attended by no later one, in what was looked at.
+        is_causal: whether the pattern is.
     """
 
     length: int
@@ -35,6 +36,7 @@ class PatternFacts:
     read_density: float
     is_per_kv_head: bool
     is_cache_efficient: bool
+    is_causal: bool = True
 
 
 def measure_pattern(pattern: Pattern) -> PatternFacts:
@@ -49,9 +51,9 @@ def measure_pattern(pattern: Pattern) -> PatternFacts:
     members = range(heads.group) if reads_heads else range(1)
     whole = min(LENGTH, pattern.horizon or LENGTH)
     rows = np.unique(np.linspace(0, whole - 1, _ROWS).astype(np.int64))
-    causal = float((rows + 1).sum())
+    pairs = float((rows + 1).sum()) if pattern.is_causal else float(rows.size * whole)
     kept = read = 0.0
-    is_same = is_efficient = True
+    is_same, is_efficient = True, pattern.is_causal
     rng = np.random.default_rng(0)
     length = min(_LONGEST, max(2 * _SMALL, 2 * pattern.reach), whole)
     columns = np.unique(np.concatenate([np.arange(8), rng.integers(0, length, _COLUMNS)]).clip(0, length - 1))
@@ -61,7 +63,8 @@ def measure_pattern(pattern: Pattern) -> PatternFacts:
         start: np.ndarray | None = None
         for member in members:
             head = g * heads.group + member
-            sample, square = (allowed_pairs(pattern, head, *x) for x in ((rows, np.arange(whole)), (first, first)))
+            sample = allowed_pairs(pattern, head, rows, np.arange(whole), count=whole)
+            square = allowed_pairs(pattern, head, first, first, count=whole)
             _check_rows(pattern, head, rows, sample)
             _check_rows(pattern, head, first, square)
             kept += float(sample.sum())
@@ -70,19 +73,34 @@ def measure_pattern(pattern: Pattern) -> PatternFacts:
             start = square
             union = sample if union is None else union | sample
             if is_efficient:
-                is_efficient = _never_returns(allowed_pairs(pattern, head, small, small), small) and _never_returns(
-                    allowed_pairs(pattern, head, every, columns), columns
+                is_efficient = all(
+                    _never_returns(allowed_pairs(pattern, head, x, keys, count=len(x)), keys)
+                    for x, keys in ((small, small), (every, columns))
                 )
         assert union is not None
         read += float(union.sum())
     count = len(groups) * len(members)
-    return PatternFacts(whole, kept / causal / count, read / causal / len(groups), is_same, is_efficient)
+    density, read_density = kept / pairs / count, read / pairs / len(groups)
+    return PatternFacts(whole, density, read_density, is_same, is_efficient, pattern.is_causal)
 
 
-def allowed_pairs(pattern: Pattern, head: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which keys each query of a head attends, bool [queries, keys], by their positions."""
+def allowed_pairs(
+    pattern: Pattern, head: int, queries: np.ndarray, keys: np.ndarray, *, past: int = 0, count: int = 0
+) -> np.ndarray:
+    """Which keys each query of a head attends, bool [queries, keys].
+
+    Args:
+        pattern: of the attention.
+        head: h.
+        queries: positions.
+        keys: likewise.
+        past: P, the position of the run's first query.
+        count: S, the queries of the run; 0: those up to the last of ``queries``.
+    """
+    count = count or int(queries[-1]) + 1 - past
     values = {"h": np.int64(head), "q": queries[:, None], "k": keys[None], **pattern.tables}
-    causal = keys[None] <= queries[:, None]
+    values |= {"S": np.int64(count), "P": np.int64(past)}
+    causal = (keys[None] <= queries[:, None]) | (not pattern.is_causal)
     return np.asarray(np.broadcast_to(pattern.condition.evaluate(values), causal.shape) & causal)
 
 

@@ -19,7 +19,7 @@ from stof.errors import ArgumentError
 from stof.mask.expression import CAUSAL, MaskExpression, rebuild
 from stof.mask.expression_nodes import Binary, Call, Constant, H, K, Node, Q, fold
 from stof.mask.expression_parser import MaskSyntaxError
-from stof.runtime.library import type_limits
+from stof.sparsify.tables import Tables
 from stof.symbolic import LONGEST
 
 BLOCKS = (16, 32, 64, 128)
@@ -94,39 +94,6 @@ class HeadCounts:
         )
 
 
-@dataclass(frozen=True)
-class _TableLimits:
-    most_tables: int  # that masks of an operator with a KV cache look up
-
-
-def _most_tables() -> int:
-    """The most tables that each operator with a KV cache takes, by the plugin library; others take more."""
-    operators = ("StofCachedAttention", "StofPagedAttention")
-    return min(n.most_tables for op in operators for n in type_limits(op, "cpu", _TableLimits).values())
-
-
-class Tables:
-    """The constants that an expression looks up; equal ones share a name."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
-
-    def add(self, array: np.ndarray) -> str:
-        """The name of a constant.
-
-        Raises:
-            ArgumentError: when there are too many.
-        """
-        for name, other in self.arrays.items():
-            if other.dtype == array.dtype and np.array_equal(other, array):
-                return name
-        if len(self.arrays) == (most := _most_tables()):
-            raise ArgumentError(f"--sparsify puts more than {most} tables on one attention; use fewer clauses")
-        name = f"table{len(self.arrays)}"
-        self.arrays[name] = array
-        return name
-
-
 class HeadPattern(ABC):
     """A pattern before the heads of an attention are known.
 
@@ -134,19 +101,27 @@ class HeadPattern(ABC):
         label: for reports.
         reach: tokens that show the whole pattern: beyond them it repeats, or has no more entries.
         horizon: tokens that the pattern is stated for, 0: any number.
+        is_causal: whether it is a pattern of causal attention; else it is one of attention without a mask.
     """
 
     label: str
     reach: int
     horizon: int = 0
+    is_causal: bool = True
 
     @abstractmethod
     def condition(self, heads: HeadCounts, tables: Tables) -> str:
-        """The condition on (h, q, k) for k <= q, as text; it adds what it looks up to ``tables``.
+        """The condition on (h, q, k) as text, for k <= q where it is causal; it adds what it looks up to ``tables``.
+
+        It may read S and P, the queries of a run and the tokens before them.
 
         Raises:
             ArgumentError: when the pattern is one of other heads.
         """
+
+    def default_layers(self, count: int) -> range:
+        """The layers, of so many, that it is for where no field says so."""
+        return range(count)
 
 
 @dataclass(frozen=True)
@@ -396,12 +371,13 @@ class Pattern:
     """The pattern of one attention.
 
     Attributes:
-        condition: on (h, q, k), without ``k <= q``.
+        condition: on (h, q, k), S and P, without ``k <= q``.
         heads: of the attention.
         label: for reports.
         reach: tokens that show the whole pattern.
         tables: the constants that it looks up.
         horizon: tokens that it is stated for, 0: any number.
+        is_causal: whether ``k <= q`` belongs to it.
     """
 
     condition: MaskExpression
@@ -410,11 +386,21 @@ class Pattern:
     reach: int
     tables: Mapping[str, np.ndarray] = field(default_factory=dict)
     horizon: int = 0
+    is_causal: bool = True
 
     @property
     def mask(self) -> MaskExpression:
-        """The whole mask, with ``k <= q``."""
-        return causal_mask(self.condition)
+        """The whole mask, with ``k <= q`` where it is causal."""
+        return self.mask_of(self.condition)
+
+    def mask_of(self, condition: MaskExpression) -> MaskExpression:
+        """The whole mask of the condition, or of one that counts positions in another way."""
+        return causal_mask(condition) if self.is_causal else condition
+
+    @property
+    def reads_run_length(self) -> bool:
+        """Whether it reads S or P, so that its pairs depend on which queries a run has."""
+        return not self.condition.reads.isdisjoint({"S", "P"})
 
     @property
     def is_of_distances(self) -> bool:
@@ -444,7 +430,7 @@ class Pattern:
     def key(self) -> tuple[object, ...]:
         """Equal for patterns that allow the same by the same text."""
         tables = tuple((n, a.dtype.str, a.shape, a.tobytes()) for n, a in self.tables.items())
-        return self.condition.text, self.heads, tables
+        return (self.condition.text, self.heads, tables, *(() if self.is_causal else ("bidirectional",)))
 
 
 def causal_mask(condition: MaskExpression) -> MaskExpression:
@@ -460,8 +446,12 @@ def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: Head
         heads: of the attention.
 
     Raises:
-        ArgumentError: when a pattern is one of other heads, or the text becomes too long.
+        ArgumentError: when a pattern is one of other heads, when some are causal and some are not, or the text becomes too long.
     """
+    if len({p.is_causal for _, p in parts}) > 1:
+        raise ArgumentError(
+            "--sparsify: heads of one attention have causal and bidirectional patterns, expected one kind"
+        )
     tables = Tables()
     texts: list[str] = []
     others: list[str] = []
@@ -483,4 +473,4 @@ def build_pattern(parts: Sequence[tuple[range | None, HeadPattern]], heads: Head
     label = "; ".join(dict.fromkeys(p.label for _, p in parts))
     reach = min(LONGEST, max(p.reach for _, p in parts))
     horizon = min((p.horizon for _, p in parts if p.horizon), default=0)
-    return Pattern(condition, heads, label, reach, tables.arrays, horizon)
+    return Pattern(condition, heads, label, reach, tables.arrays, horizon, parts[0][1].is_causal)

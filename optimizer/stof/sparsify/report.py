@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
 from stof.sparsify.patterns import Pattern
+from stof.sparsify.skip_report import SkipReport, number_ranges
 
 _NO_INPUT = "no operator took it, and PagedAttention has no input for a pattern"
 
@@ -27,10 +28,11 @@ class SparsifiedSite:
         pattern: the pattern's label.
         mask: the whole mask expression.
         length: tokens of a prompt that densities are of.
-        density: allowed pairs over causal ones.
+        density: allowed pairs over causal ones; over all pairs where the pattern is not causal.
         read_density: the same for keys that some query head of a group attends: what is read.
         is_per_kv_head: whether the query heads of each group attend the same keys.
         is_cache_efficient: whether a key that one query drops is attended by no later one.
+        is_causal: whether the pattern is one of causal attention; else it is bidirectional.
         is_by_bias: no operator took it, so that a bias forbids pairs, and every pair is computed.
         needs_right_padding: sequences are padded, and positions count columns of the scores, not tokens.
         needs_operator: the attention stays dense where no operator takes it, since its node has no input for a pattern.
@@ -47,6 +49,7 @@ class SparsifiedSite:
     read_density: float = 1.0
     is_per_kv_head: bool = True
     is_cache_efficient: bool = True
+    is_causal: bool = True
     is_by_bias: bool = False
     needs_right_padding: bool = False
     needs_operator: bool = False
@@ -69,12 +72,26 @@ class SparsityReport:
         rows: a row for each attention that it could be for.
         loss: measured on whole prompts; None where there were none.
         decode_loss: measured on single tokens over the cache; None where there is none.
+        has_patterns: whether the option names a pattern, not skip by score alone.
+        skip: what skip by score does; None: the option does not name it.
     """
 
     spec: str
     rows: list[SparsifiedSite] = field(default_factory=list)
     loss: Loss | None = None
     decode_loss: Loss | None = None
+    has_patterns: bool = True
+    skip: SkipReport | None = None
+
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether an attention has a pattern, or skips by score."""
+        return self.sparsified > 0 or (self.skip is not None and self.skip.skipping > 0)
+
+    @property
+    def skip_thresholds(self) -> Mapping[str, float]:
+        """Those of skip by score that are known, by the names of operators; empty without it."""
+        return {} if self.skip is None else self.skip.thresholds
 
     @property
     def sparsified(self) -> int:
@@ -84,9 +101,11 @@ class SparsityReport:
     @property
     def headline(self) -> str:
         """For the report's first line."""
-        if not self.sparsified:
+        if not self.changes_outputs:
             return "--sparsify changes nothing"
-        return f"OUTPUTS CHANGE: --sparsify puts a pattern on {self.sparsified} of {len(self.rows)} attentions"
+        pattern = f"puts a pattern on {self.sparsified} of {len(self.rows)} attentions" if self.sparsified else ""
+        skip = "" if self.skip is None else self.skip.headline
+        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skip)))}"
 
     def mark_written(self, replaced: Collection[str], reason: str) -> None:
         """Says which attentions an operator took.
@@ -95,6 +114,8 @@ class SparsityReport:
             replaced: their names. None: no model with patterns is written.
             reason: for attentions without a pattern then.
         """
+        if not replaced and self.skip is not None:
+            self.skip.mark_unwritten(reason)
         if not replaced:
             self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
         self.rows = [
@@ -109,17 +130,22 @@ class SparsityReport:
         for row in self.rows:
             groups[_without_place(row)].append(row)
         report_lines = [line for group in groups.values() for line in _group_lines(group)]
-        if not self.rows:
-            return ["  the model has no causal attention that takes a pattern"]
-        if self.sparsified:
+        if not self.rows and self.has_patterns:
+            report_lines = ["  the model has no causal attention that takes a pattern"]
+        if self.skip is not None:
+            report_lines += self.skip.lines()
+        if self.changes_outputs:
             measured = [line for lines in self._loss_lines() for line in lines]
-            report_lines += measured or ["loss: not measured; --prompts FILE measures it"]
+            measured += [] if self.skip is None else self.skip.loss_lines()
+            files = "--prompts FILE" if self.skip is None else "--prompts FILE or --inputs FILE"
+            report_lines += measured or [f"loss: not measured; {files} measures it"]
         return report_lines
 
     @property
     def loss_headlines(self) -> list[str]:
         """A line for each loss that was measured."""
-        return [lines[0] for lines in self._loss_lines()]
+        on_inputs = [] if self.skip is None else self.skip.loss_lines()
+        return [*(lines[0] for lines in self._loss_lines()), *on_inputs]
 
     def _loss_lines(self) -> list[list[str]]:
         losses = (("loss", self.loss), ("loss of decoding", self.decode_loss))
@@ -129,10 +155,11 @@ class SparsityReport:
         """Every fact by its key."""
         return {
             "spec": self.spec,
-            "outputs_change": bool(self.sparsified),
+            "outputs_change": self.changes_outputs,
             "sites": [asdict(row) for row in self.rows],
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
+            "skip_scores": None if self.skip is None else self.skip.to_json(),
         }
 
 
@@ -142,15 +169,17 @@ def _without_place(row: SparsifiedSite) -> SparsifiedSite:
 
 def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     first = group[0]
-    layers = ", ".join(_ranges([r.layer for r in group]))
+    layers = ", ".join(number_ranges([r.layer for r in group]))
     if not first.sparsified:
         return [f"  dense layer {layers}: {first.reason}"]
-    share = f"keeps {100 * first.density:.2f} % of the causal pairs at {first.length} tokens"
+    kind = "the causal pairs" if first.is_causal else "all pairs"
+    share = f"keeps {100 * first.density:.2f} % of {kind} at {first.length} tokens"
     if first.is_per_kv_head:
         heads = "per KV head"
     else:
         heads = f"heads of a group differ: their union is read, {100 * first.read_density:.2f} %"
     cache = "KV-cache efficient" if first.is_cache_efficient else "not KV-cache efficient: later tokens return to keys"
+    cache = cache if first.is_causal else "bidirectional"
     padding = (
         ["        positions count columns of the scores: pad sequences to the right"]
         if first.needs_right_padding
@@ -158,14 +187,3 @@ def _group_lines(group: list[SparsifiedSite]) -> list[str]:
     )
     bias = ["        every pair is computed, and a bias forbids some: no operator took it"] if first.is_by_bias else []
     return [f"  pattern on layer {layers}: {first.pattern}", f"        {share}; {heads}; {cache}", *padding, *bias]
-
-
-def _ranges(numbers: list[int]) -> list[str]:
-    """Sorted numbers as texts, neighbours as ranges."""
-    ranges: list[list[int]] = []
-    for n in numbers:
-        if ranges and n == ranges[-1][1] + 1:
-            ranges[-1][1] = n
-        else:
-            ranges.append([n, n])
-    return [str(a) if a == b else f"{a} to {b}" for a, b in ranges]

@@ -96,3 +96,17 @@ class Sparsity:
         for output, declared in self.patterns.items():
             hasher.update(repr((output, declared.pattern.key)).encode("utf-8", "surrogateescape"))
         return hasher.hexdigest()[:16]
+
+
+def digest_of(sparsity: Sparsity | None, spec: SparsitySpec | None) -> str:
+    """A hash of what --sparsify asks for, by which a plan tells that it is of the same; empty without the option.
+
+    Args:
+        sparsity: patterns; None: there are none.
+        spec: what it says of skip by score; None: nothing.
+    """
+    patterns = "" if sparsity is None else sparsity.digest
+    if spec is None:
+        return patterns
+    text = repr((patterns, spec.skip_clauses))
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of --sparsify: clauses, each a pattern with the layers and KV heads that it is for.
 
-A specification is clauses with ``;`` between them. A clause is fields ``key=value`` with ``,`` between them, behind ``s2:`` or
-the path of a file where it has one. Texts in double quotes may hold both signs.
+A specification is clauses with ``;`` between them. A clause is a name and fields ``key=value`` with ``,`` between them,
+written ``name:fields`` or ``name(fields)``. In the place of a name may be the path of a file with fields behind a ``,``. The
+fields of a window and a mask may stand alone. Texts in double quotes may hold all signs.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stof.arguments.slices import Slice, parse_slices
+from stof.arguments.checks import MOST_SKIP_THRESHOLD
+from stof.arguments.slices import Slice
 from stof.errors import ArgumentError
+from stof.sparsify.clause_text import ClauseFields, split_named, split_outside_quotes
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
@@ -25,17 +29,18 @@ from stof.sparsify.patterns import (
     WindowPattern,
     build_pattern,
 )
+from stof.sparsify.presets import LEAST_FRAME, RadialPattern, TrianglePattern
 from stof.symbolic import LONGEST
 
-_S2 = "s2:"
-_SCOPES = ("layers", "dense_layers", "heads", "active_heads")
-_FIELDS = {
-    "s2": ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"),
-    "window": ("window", "sink"),
-    "mask": ("mask",),
-}
+_LAYERS = ("layers", "dense_layers")
+_SCOPES = (*_LAYERS, "heads", "active_heads")
+_SKIP = "skip-scores"
+_AUTO = "auto"
+_LEAST_THRESHOLD = 2.0**-126  # the attribute is fp32
 _MOST_TEXT = 1 << 16
-_EXPECTED = 's2:local=N,stride=N, window=N, mask="..." or the path of a pattern file'
+_EXPECTED = (
+    's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores or the path of a pattern file'
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Clause:
 
     Attributes:
         pattern: for the heads of each layer, or one for each layer.
-        layers: those that it is for; empty: all.
+        layers: those that it is for; empty: all, or the pattern's default ones.
         dense_layers: those that stay dense.
         heads: the KV heads of the whole model that it is for; None: all.
         active_heads: those that the graph has; None: all.
@@ -86,13 +91,29 @@ class Clause:
         Raises:
             ArgumentError: when a slice or a file is of other layers.
         """
-        dense = {i for s in self.dense_layers for i in s.of(count, "dense_layers")}
-        sparse_layers = {i for s in self.layers for i in s.of(count, "layers")} if self.layers else set(range(count))
+        chosen = _chosen_layers(self.layers, self.dense_layers, count)
+        if isinstance(self.pattern, HeadPattern) and not self.layers:
+            chosen &= set(self.pattern.default_layers(count))
         if isinstance(self.pattern, LayerPatterns):
             self.pattern.check_layers(count)
-        if layer in dense or layer not in sparse_layers:
+        if layer not in chosen:
             return None
         return self.pattern.layers[layer] if isinstance(self.pattern, LayerPatterns) else self.pattern
+
+
+@dataclass(frozen=True)
+class SkipClause:
+    """Skip by score, and the layers that do it.
+
+    Attributes:
+        threshold: the operators' ``skip_threshold``, above 0; None: calibrated for each layer.
+        layers: those that it is for; empty: all.
+        dense_layers: those that compute every key tile.
+    """
+
+    threshold: float | None = None
+    layers: tuple[Slice, ...] = ()
+    dense_layers: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,11 +122,13 @@ class SparsitySpec:
 
     Attributes:
         text: as the user wrote it.
-        clauses: in order.
+        clauses: of patterns, in order.
+        skip_clauses: of skip by score, in order. They join patterns: a layer may have both.
     """
 
     text: str
     clauses: tuple[Clause, ...]
+    skip_clauses: tuple[SkipClause, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -147,6 +170,22 @@ class SparsitySpec:
             parts.append((some, pattern))
         return build_pattern(parts, heads) if parts else None
 
+    def skip_clauses_of_layers(self, count: int) -> tuple[SkipClause | None, ...]:
+        """The clause of skip by score for each of so many layers; None where a layer computes every key tile.
+
+        Raises:
+            ArgumentError: when clauses meet, or are for other layers.
+        """
+        found: list[SkipClause | None] = [None] * count
+        for clause in self.skip_clauses:
+            for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
+                if found[layer] is not None:
+                    raise ArgumentError(
+                        f"--sparsify: two {_SKIP} clauses are for layer {layer}; part them by layers= or dense_layers="
+                    )
+                found[layer] = clause
+        return tuple(found)
+
 
 def parse_spec(text: str) -> SparsitySpec:
     """Reads a specification, and the files that it names.
@@ -156,12 +195,20 @@ def parse_spec(text: str) -> SparsitySpec:
     """
     if len(text) > _MOST_TEXT:
         raise ArgumentError(f"--sparsify has {len(text)} characters, expected up to {_MOST_TEXT}")
-    clauses = tuple(_parse_clause(c.strip()) for c in _split(text, ";"))
+    parsed = [_parse_clause(c.strip()) for c in split_outside_quotes(text, ";")]
+    clauses = tuple(c for c in parsed if isinstance(c, Clause))
     if len(stated := {c.active_heads for c in clauses if c.active_heads is not None}) > 1:
         raise ArgumentError(
             f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
         )
-    return SparsitySpec(text, clauses)
+    return SparsitySpec(text, clauses, tuple(c for c in parsed if isinstance(c, SkipClause)))
+
+
+def _chosen_layers(layers: Sequence[Slice], dense_layers: Sequence[Slice], count: int) -> set[int]:
+    """The layers, of so many, that slices are for."""
+    dense = {i for s in dense_layers for i in s.of(count, "dense_layers")}
+    chosen = {i for s in layers for i in s.of(count, "layers")} if layers else set(range(count))
+    return chosen - dense
 
 
 def _own_heads(some: Slice, heads: HeadCounts) -> range:
@@ -171,33 +218,68 @@ def _own_heads(some: Slice, heads: HeadCounts) -> range:
     return range(start, stop)
 
 
-def _parse_clause(text: str) -> Clause:
+def _parse_clause(text: str) -> Clause | SkipClause:
     if not text:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
-    if text.startswith(_S2):
-        fields = _Fields(text, _split(text[len(_S2) :], ","), "s2")
-        return fields.clause(_read_strided(fields))
-    items = _split(text, ",")
+    items = split_outside_quotes(text, ",")
+    path = Path(items[0].strip())
+    is_path = _exists(path)
+    if not is_path and (named := split_named(text, (*_PATTERNS, _SKIP))) is not None:
+        name, fields = named
+        return _read_skip(text, fields) if name == _SKIP else _read_pattern(text, fields, _PATTERNS[name])
     key = items[0].partition("=")[0].strip()
-    if "=" not in items[0] or Path(items[0]).exists():
-        fields = _Fields(text, items[1:], "")
-        options = {k: v for k, v in fields.values.items() if k not in _SCOPES}
-        path = Path(items[0].strip())
-        return replace(fields.clause(read_pattern_file(path, options)), file=path)
-    kinds = {"window": "window", "sink": "window", "mask": "mask", **dict.fromkeys(_SCOPES, "")}
-    if key not in kinds:
+    if is_path or "=" not in items[0]:
+        if not is_path and key in (*_PATTERNS, _SKIP):
+            raise ArgumentError(f"--sparsify {text!r}: the fields of {key} are written {key}(key=value,...)")
+        file_fields = ClauseFields(text, items[1:], ())
+        options = {k: v for k, v in file_fields.values.items() if k not in _SCOPES}
+        return replace(_make_clause(file_fields, read_pattern_file(path, options)), file=path)
+    if key not in ("window", "sink", "mask", *_SCOPES):
         raise ArgumentError(f"--sparsify {text!r} begins with {key!r}, expected {_EXPECTED}")
-    names = {item.partition("=")[0].strip() for item in items}
-    kind = next((k for k in ("mask", "window") if k in names), None)
-    if kind is None:
+    keys = {item.partition("=")[0].strip() for item in items}
+    pattern = next((k for k in ("mask", "window") if k in keys), None)
+    if pattern is None:
         raise ArgumentError(f"--sparsify {text!r} has no pattern, expected {_EXPECTED}")
-    fields = _Fields(text, items, kind)
-    if kind == "mask":
-        return fields.clause(TextPattern(fields.values["mask"]))
-    return fields.clause(WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0)))
+    return _read_pattern(text, items, _PATTERNS[pattern])
 
 
-def _read_strided(fields: _Fields) -> StridedPattern:
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the text is too long for a path
+        return False
+
+
+def _read_pattern(text: str, items: Sequence[str], kind: _PatternKind) -> Clause:
+    fields = ClauseFields(text, items, (*kind.fields, *_SCOPES))
+    return _make_clause(fields, kind.read(fields))
+
+
+def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
+    fields = ClauseFields(clause, items, ("threshold", *_LAYERS))
+    text = fields.values.get("threshold", _AUTO)
+    threshold: float | None = None
+    if text != _AUTO:
+        try:
+            threshold = float(text)
+        except ValueError:
+            threshold = math.nan
+        if not _LEAST_THRESHOLD <= threshold <= MOST_SKIP_THRESHOLD:
+            raise fields.error("threshold", f"{_AUTO} or a number above 0 and up to {int(MOST_SKIP_THRESHOLD)}")
+    return SkipClause(threshold, fields.slices("layers"), fields.slices("dense_layers"))
+
+
+def _read_window(fields: ClauseFields) -> WindowPattern:
+    return WindowPattern(fields.number("window", 1), fields.number("sink", 0, 0))
+
+
+def _read_mask(fields: ClauseFields) -> TextPattern:
+    if "mask" not in fields.values:
+        raise fields.error("mask", 'a mask expression, mask="q - k < 512" for instance')
+    return TextPattern(fields.values["mask"])
+
+
+def _read_strided(fields: ClauseFields) -> StridedPattern:
     per = fields.values.get("per", "kv_head")
     if per not in ("kv_head", "query_head"):
         raise fields.error("per", "kv_head or query_head")
@@ -217,85 +299,57 @@ def _read_strided(fields: _Fields) -> StridedPattern:
     )
 
 
-class _Fields:
-    """The fields of one clause; every fault is an error that names the key and the value."""
-
-    def __init__(self, clause: str, items: Sequence[str], kind: str) -> None:
-        self.clause_text = clause
-        self.values: dict[str, str] = {}
-        keys = (*_FIELDS[kind], *_SCOPES) if kind else ()
-        for item in items:
-            key, sign, value = (x.strip() for x in item.partition("="))
-            if not sign or not key:
-                raise ArgumentError(f"--sparsify {clause!r}: {item.strip()!r} is no field, expected key=value")
-            if keys and key not in keys:
-                raise ArgumentError(f"--sparsify {clause!r} has key {key!r}, expected {', '.join(keys)}")
-            if key in self.values:
-                raise ArgumentError(f"--sparsify {clause!r} has {key} twice; give it once")
-            self.values[key] = value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
-
-    def error(self, key: str, expected: str) -> ArgumentError:
-        """The fault of a field."""
-        actual = f"has {key}={self.values[key]}" if key in self.values else f"has no {key}"
-        return ArgumentError(f"--sparsify {self.clause_text!r} {actual}, expected {expected}")
-
-    def number(self, key: str, least: int, default: int | None = None, most: int = LONGEST) -> int:
-        """An integer field; without a default it must be there."""
-        if key not in self.values and default is not None:
-            return default
-        text = self.values.get(key, "")
-        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
-            raise self.error(key, f"an integer from {least} to {most}")
-        return int(text)
-
-    def flag(self, key: str) -> bool:
-        """A field that is 0 or 1; 0 where it is absent."""
-        return bool(self.number(key, 0, 0, 1))
-
-    def slices(self, key: str) -> tuple[Slice, ...]:
-        """Indices and slices with ``+`` between them."""
-        if key not in self.values:
-            return ()
-        slices = parse_slices(self.values[key], "--sparsify")
-        if slices is None:
-            raise self.error(key, "indices or slices such as 3, 0:2 or -2:, with + between them")
-        return slices
-
-    def clause(self, pattern: HeadPattern | LayerPatterns) -> Clause:
-        """The clause of a pattern."""
-        heads = self.slices("heads")
-        if len(heads) > 1:
-            raise self.error("heads", "one slice")
-        head_slice = heads[0] if heads else None
-        return Clause(pattern, self.slices("layers"), self.slices("dense_layers"), head_slice, self.active_heads())
-
-    def active_heads(self) -> ActiveHeads | None:
-        """The field ``active_heads``; None where it is absent."""
-        if "active_heads" not in self.values:
-            return None
-        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})/([0-9]{1,6})", self.values["active_heads"])
-        start, stop, whole = map(int, match.groups()) if match else (0, 0, 0)
-        if not start < stop <= whole:
-            raise self.error(
-                "active_heads", "the graph's KV heads and how many the whole model has, 8:16/32 for instance"
-            )
-        return ActiveHeads(start, stop, whole)
+def _read_triangle(fields: ClauseFields) -> TrianglePattern:
+    default = TrianglePattern()
+    return TrianglePattern(
+        sink=fields.number("sink", 0, default.sink),
+        window=fields.number("window", 1, default.window),
+        last=fields.number("last", 1, default.last),
+    )
 
 
-def _split(text: str, sign: str) -> list[str]:
-    """The parts between signs that stand outside of double quotes.
+def _read_radial(fields: ClauseFields) -> RadialPattern:
+    tokens = fields.number("tokens", LEAST_FRAME)
+    return RadialPattern(tokens, fields.number("sink", 0, 1, LONGEST // tokens))
 
-    Raises:
-        ArgumentError: where a quote is not closed.
-    """
-    parts = [""]
-    is_quoted = False
-    for character in text:
-        is_quoted ^= character == '"'
-        if character == sign and not is_quoted:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if is_quoted:
-        raise ArgumentError(f"--sparsify {text!r} has a double quote that is not closed")
-    return parts
+
+@dataclass(frozen=True)
+class _PatternKind:
+    """A named pattern: its fields, and what makes it of them."""
+
+    fields: tuple[str, ...]
+    read: Callable[[ClauseFields], HeadPattern]
+
+
+_PATTERNS = {
+    "s2": _PatternKind(
+        ("local", "stride", "block", "offset", "relative", "homogeneous", "dense_heads", "per"), _read_strided
+    ),
+    "window": _PatternKind(("window", "sink"), _read_window),
+    "mask": _PatternKind(("mask",), _read_mask),
+    "triangle": _PatternKind(("sink", "window", "last"), _read_triangle),
+    "radial": _PatternKind(("tokens", "sink"), _read_radial),
+}
+
+
+def _make_clause(fields: ClauseFields, pattern: HeadPattern | LayerPatterns) -> Clause:
+    """The clause of a pattern, where its fields put it."""
+    heads = fields.slices("heads")
+    if len(heads) > 1:
+        raise fields.error("heads", "one slice")
+    head_slice = heads[0] if heads else None
+    active_heads = _read_active_heads(fields)
+    return Clause(pattern, fields.slices("layers"), fields.slices("dense_layers"), head_slice, active_heads)
+
+
+def _read_active_heads(fields: ClauseFields) -> ActiveHeads | None:
+    """The field ``active_heads``; None where it is absent."""
+    if "active_heads" not in fields.values:
+        return None
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})/([0-9]{1,6})", fields.values["active_heads"])
+    start, stop, whole = map(int, match.groups()) if match else (0, 0, 0)
+    if not start < stop <= whole:
+        raise fields.error(
+            "active_heads", "the graph's KV heads and how many the whole model has, 8:16/32 for instance"
+        )
+    return ActiveHeads(start, stop, whole)

@@ -6,4 +6,11 @@
 // instruction set that the machine may lack, and the linker may keep that copy for all callers.
 #define STOF_ALWAYS_INLINE inline __attribute__((always_inline))
 
+// Likewise, of a function that CUDA kernels call, too.
+#if defined(__CUDACC__)
+#define STOF_ALWAYS_INLINE_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define STOF_ALWAYS_INLINE_HOST_DEVICE STOF_ALWAYS_INLINE
+#endif
+
 #endif  // STOF_PLUGINS_CORE_BASE_INLINE_H_

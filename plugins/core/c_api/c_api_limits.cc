@@ -25,7 +25,7 @@ std::string Quote(const std::string& name) { return "\"" + name + "\""; }
 std::string Member(const std::string& name, const std::string& value) { return Quote(name) + ": " + value; }
 std::string Object(const std::string& members) { return "{" + members + "}"; }
 
-std::string TypesOf(const OpDescription& op, Target target) {
+std::string TargetOf(const OpDescription& op, Target target) {
   if (op.is_variadic) return Object("");
   const auto limits_of = [&](DType dtype) {
     std::string limits;
@@ -35,7 +35,9 @@ std::string TypesOf(const OpDescription& op, Target target) {
     }
     return Member(stof::TypeText(dtype), Object(limits));
   };
-  return Object(Member("types", Object(Join(op.TypesOn(target), limits_of))));
+  const std::string types = Member("types", Object(Join(op.TypesOn(target), limits_of)));
+  const bool skips_scores = op.skips_scores != nullptr && op.skips_scores(target);
+  return Object(skips_scores ? types + ", " + Member("skips_scores", "true") : types);
 }
 
 std::string LimitsOf(const OpDescription& op) {
@@ -51,7 +53,7 @@ std::string LimitsOf(const OpDescription& op) {
   std::string targets;
   for (const Target target : {Target::kCpu, Target::kCuda, Target::kTensorRt}) {
     targets += targets.empty() ? "" : ", ";
-    targets += Member(stof::kTargetNames[static_cast<int>(target)], TypesOf(op, target));
+    targets += Member(stof::kTargetNames[static_cast<int>(target)], TargetOf(op, target));
   }
   return Member(op.name,
                 Object(Member("activations", "[" + activations + "]") + ", " +

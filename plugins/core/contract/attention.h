@@ -10,6 +10,7 @@
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/attention_args.h"
+#include "plugins/core/host/skip_scores.h"
 
 namespace stof {
 
@@ -51,6 +52,10 @@ struct AttentionBackend {
   // For the tuner: the names of the kernels that attention may be asked for (AttentionArgs::kernel), separated by
   // blanks; the cost model chooses among the same ones.
   Status (*list_kernels)(int64_t head_size, DType dtype, std::string* names) = nullptr;
+  // Skip by score: adds what kernels of this process have counted in device memory, on all devices, after it has waited
+  // for them; sets it to 0. nullptr: no kernel counts. They can return no error: after one the next run fails.
+  void (*add_skip_counts)(SkipCounts* counts) = nullptr;
+  void (*reset_skip_counts)() = nullptr;
 };
 
 // These work without a device, and in builds without CUDA kernels, too.

@@ -5,6 +5,8 @@
 #include <string>
 
 #include "plugins/core/contract/attention.h"
+#include "plugins/core/contract/attention_limits.h"
+#include "plugins/core/host/quoted.h"
 #include "plugins/core/mask/columns/key_columns.h"
 
 namespace stof {
@@ -38,6 +40,9 @@ Status CheckScores(const ScoreArgs& scores) {
   }
   if (scores.sink.data != nullptr && !IsFloat(scores.sink.dtype)) {
     return Status::Error("sinks are fp32, fp16 or bf16, found data type " + TypeText(scores.sink.dtype));
+  }
+  if (!AttentionLimits::IsSkipThreshold(scores.skip_threshold)) {
+    return Status::Error("skip_threshold is " + PrintFloat(scores.skip_threshold) + ", expected 0 to 2^22");
   }
   return Status();
 }

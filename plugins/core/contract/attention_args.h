@@ -77,6 +77,9 @@ struct ScoreArgs {
   // Added to the products of queries and keys, inside scale and softcap: a query times its row of a table for each key,
   // and a key times its row for each query.
   RelativeTable relative_key[2], relative_query;
+  // Key tiles whose weights are all below skip_threshold / keys of the largest one so far may be left out: SkipDistance
+  // (contract/skip_distance.h). 0: none is. Kernels that leave out none are right, too.
+  float skip_threshold = 0.0f;
   bool has_relative_tables() const {
     return relative_key[0].given() || relative_key[1].given() || relative_query.given();
   }

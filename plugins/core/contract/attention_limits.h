@@ -52,6 +52,14 @@ struct AttentionLimits {
   // order, and relative_bias_factor. The TensorRT plugin runs the CUDA kernels, but refuses the roles.
   static constexpr int64_t RelativeTablesOf(Target target) { return target == Target::kCpu ? 4 : 3; }
 
+  // Attribute skip_threshold. Not a NaN.
+  static constexpr bool IsSkipThreshold(float x) { return x >= 0.0f && x <= static_cast<float>(kMostLength); }
+  // Whether kernels of a target leave out key tiles by it. Function bodies and TensorRT compute all.
+  static constexpr bool SkipsScores(Target target) {
+    (void)target;
+    return false;
+  }
+
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};
     // The CUDA kernels, which the TensorRT plugin runs, too, copy rows 16 bytes at a time; those of fp32 can do

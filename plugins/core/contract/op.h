@@ -177,6 +177,7 @@ class Op {
 struct AttributeDescription {
   const char* name;
   AttributeType type;
+  bool is_for_tensorrt = true;  // else its plugins do not read it
 };
 
 // A number that limits what an operator takes.
@@ -237,6 +238,8 @@ struct OpDescription {
   ArrayView<const char*> roles;
   // Whether attribute `activation` is one of kActivationNames, which stof_op_limits then gives out.
   bool has_activation = false;
+  // Whether kernels of a target leave out key tiles by attribute skip_threshold; nullptr: none do.
+  bool (*skips_scores)(Target target) = nullptr;
   // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
   std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown. nullptr: no

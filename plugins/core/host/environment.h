@@ -18,6 +18,7 @@ enum class Variable : int {
   kTrtLibrary,
   kCpuIsa,
   kMlpHotMb,
+  kSkipScores,
   kChainCache,
   kChainKernels,
   kNvrtc,

@@ -185,6 +185,71 @@ bool FindBlockRange(const MaskExpr& expr, int64_t* window_left, int64_t* block) 
   return is_causal && has_window && *window_left <= kLargest;
 }
 
+// Folds `and`, `or` and `not` of a constant; other nodes are copied.
+int CopyFolded(const ExprNode& node, ExprBuilder* to) {
+  const auto is = [&](int c, ExprOp op) { return to->node(node.child[c]).op == op; };
+  if (node.op == ExprOp::kAnd || node.op == ExprOp::kOr) {
+    const bool is_and = node.op == ExprOp::kAnd;
+    const ExprOp neutral = is_and ? ExprOp::kTrue : ExprOp::kFalse, deciding = is_and ? ExprOp::kFalse : ExprOp::kTrue;
+    for (const int c : {0, 1}) {
+      if (is(c, deciding) || is(1 - c, neutral)) return node.child[c];
+    }
+  }
+  if (node.op == ExprOp::kNot && is(0, ExprOp::kTrue)) return to->Add(ExprOp::kFalse);
+  if (node.op == ExprOp::kNot && is(0, ExprOp::kFalse)) return to->Add(ExprOp::kTrue);
+  return CopyNode(node, to);
+}
+
+bool Compare(ExprOp op, int64_t difference) {
+  switch (op) {
+    case ExprOp::kLt:
+      return difference < 0;
+    case ExprOp::kLe:
+      return difference <= 0;
+    case ExprOp::kGt:
+      return difference > 0;
+    case ExprOp::kGe:
+      return difference >= 0;
+    case ExprOp::kEq:
+      return difference == 0;
+    default:
+      return difference != 0;
+  }
+}
+
+// The text of a mask in a step of one token: S is 1, and P is the query's position. Comparisons of these alone are
+// folded: `q >= P + S - 128` is true. Empty: the text would be too long.
+std::string TextOfOneToken(const MaskExpr& expr) {
+  ExprBuilder builder;
+  for (const auto& operand : expr.operands()) builder.AddOperand(operand);
+  const ExprSizes any = {1, 1, 1, 1, 0};
+  std::vector<Affine> forms;  // of the new nodes
+  std::vector<uint8_t> is_affine;
+  const auto copy = [&](const ExprNode& given, ExprBuilder* to) {
+    ExprNode node = given;
+    if (node.op == ExprOp::kP) node.op = ExprOp::kQ;
+    if (node.op == ExprOp::kS) node.op = ExprOp::kConst, node.value = 1;
+    const Affine* arguments[2] = {nullptr, nullptr};
+    for (int c = 0; c < std::min<int>(node.arity, 2); ++c) {
+      const auto child = static_cast<size_t>(node.child[c]);
+      if (is_affine[child] != 0) arguments[c] = &forms[child];
+    }
+    Affine form;
+    const bool has_form = CombineAffine(node, arguments[0], arguments[1], any, &form);
+    const bool is_comparison = node.op >= ExprOp::kLt && node.op <= ExprOp::kNe;
+    const int index = has_form && is_comparison && IsConstant(form)
+                          ? to->Add(Compare(node.op, form.constant) ? ExprOp::kTrue : ExprOp::kFalse)
+                          : CopyFolded(node, to);
+    if (index == static_cast<int>(forms.size())) {
+      forms.push_back(form);
+      is_affine.push_back(has_form && !is_comparison ? 1 : 0);
+    }
+    return index;
+  };
+  const int root = CopyNodes(expr, &builder, copy)[static_cast<size_t>(expr.root())];
+  return root < 0 ? std::string() : builder.Build(root).Print();
+}
+
 }  // namespace
 
 Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t window, CachedMask* mask) {
@@ -224,10 +289,15 @@ Status MakeCachedMask(const std::string& text, const Tables& tables, int64_t win
       mask->column_block = block;
     }
   }
-  return Status();
+  if (!mask->expr.Uses(ExprOp::kS)) return Status();
+  const std::string of_one_token = TextOfOneToken(mask->expr);
+  if (of_one_token.empty()) return Status();
+  mask->of_one_token = std::make_shared<CachedMask>();
+  return MakeCachedMask(of_one_token, tables, window, mask->of_one_token.get());
 }
 
 Status CompareHeads(int64_t heads, int64_t kv_heads, CachedMask* mask) {
+  if (mask->of_one_token != nullptr) STOF_RETURN_IF_ERROR(CompareHeads(heads, kv_heads, mask->of_one_token.get()));
   const MaskExpr& expr = mask->expr;
   const int64_t group = heads / kv_heads;
   if (!AreHeadsAlike(expr, heads, group)) return Status();

@@ -30,6 +30,9 @@ struct CachedMask {
   // mask is another one.
   int64_t column_window = -1;
   int64_t column_block = 1;
+  // The mask of a step of one token, which may be a range where this one is none: S is 1, and its query is at P.
+  // nullptr: the mask does not read S.
+  std::shared_ptr<CachedMask> of_one_token;
   // ---- set by CompareHeads ----
   // As many neighbouring heads have the same mask: 1 or H / G.
   int64_t alike_heads = 1;

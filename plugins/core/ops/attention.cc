@@ -272,15 +272,23 @@ std::vector<OpLimit> ListAttentionLimits(Target target, DType dtype, const OpLim
 }
 
 const OpDescription* AttentionDescription() {
-  static constexpr AttributeDescription kAttributes[] = {
-      {"mask", AttributeType::kString},      {"mask_id", AttributeType::kInt},
-      {"scale", AttributeType::kFloat},      {"softcap", AttributeType::kFloat},
-      {"layout", AttributeType::kString},    {"num_heads", AttributeType::kInt},
-      {"kv_num_heads", AttributeType::kInt}, {"packed", AttributeType::kInts},
-      {"query_offset", AttributeType::kInt}, {"empty_rows", AttributeType::kString},
-      {"operands", AttributeType::kString},  {"results", AttributeType::kString},
-      {"allow_tf32", AttributeType::kInt},   {"kernel", AttributeType::kString},
-      {"tile", AttributeType::kString},      {"relative_index", AttributeType::kString}};
+  static constexpr AttributeDescription kAttributes[] = {{"mask", AttributeType::kString},
+                                                         {"mask_id", AttributeType::kInt},
+                                                         {"scale", AttributeType::kFloat},
+                                                         {"softcap", AttributeType::kFloat},
+                                                         {"layout", AttributeType::kString},
+                                                         {"num_heads", AttributeType::kInt},
+                                                         {"kv_num_heads", AttributeType::kInt},
+                                                         {"packed", AttributeType::kInts},
+                                                         {"query_offset", AttributeType::kInt},
+                                                         {"empty_rows", AttributeType::kString},
+                                                         {"operands", AttributeType::kString},
+                                                         {"results", AttributeType::kString},
+                                                         {"allow_tf32", AttributeType::kInt},
+                                                         {"kernel", AttributeType::kString},
+                                                         {"tile", AttributeType::kString},
+                                                         {"relative_index", AttributeType::kString},
+                                                         {"skip_threshold", AttributeType::kFloat, false}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofAttention";
@@ -293,6 +301,7 @@ const OpDescription* AttentionDescription() {
     d.attributes = kAttributes;
     d.roles = AttentionLimits::kRoles;
     d.limits = ListLimits;
+    d.skips_scores = AttentionLimits::SkipsScores;
     d.create = CreateAttention;
     d.shape_rule = AttentionOutputShape;
     return d;

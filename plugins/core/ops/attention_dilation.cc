@@ -60,6 +60,7 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   shape.S /= m, shape.T /= m;
   *sizes = {B, H, shape.S, shape.T, sizes->P / m};
   args->scores.relative_bias.query_position = sizes->P;
+  args->scores.skip_threshold /= static_cast<float>(m);  // the same SkipDistance for an m-th of the keys
   return true;
 }
 

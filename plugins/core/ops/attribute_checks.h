@@ -7,7 +7,10 @@
 #include <string>
 
 #include "plugins/core/base/status.h"
+#include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/op.h"
+#include "plugins/core/host/quoted.h"
+#include "plugins/core/host/skip_scores.h"
 
 namespace stof {
 
@@ -24,6 +27,17 @@ inline Status ParseFlag(const AttributeReader& attributes, const char* name, boo
   attributes.Int(name, &found);
   if (found != 0 && found != 1) return UnexpectedAttribute(name, found, "0 or 1");
   *value = found == 1;
+  return Status();
+}
+
+// Reads attribute skip_threshold of an attention. It is 0 where STOF_SKIP_SCORES turns skipping off.
+inline Status ParseSkipThreshold(const AttributeReader& attributes, float* threshold) {
+  float found = 0.0f;
+  attributes.Float("skip_threshold", &found);
+  if (!AttentionLimits::IsSkipThreshold(found)) {
+    return UnexpectedAttribute("skip_threshold", PrintFloat(found), "0 to 4194304");
+  }
+  *threshold = AreScoresSkipped() ? found : 0.0f;
   return Status();
 }
 

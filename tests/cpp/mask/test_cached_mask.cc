@@ -46,6 +46,55 @@ TEST(CachedMasksAreRefused) {
   }
 }
 
+TEST(MasksOfOneToken) {
+  CHECK(Make("q - k < P").of_one_token == nullptr);
+  const std::pair<const char*, const char*> cases[] = {
+      {"k < 8 or q - k < 512 or q >= P + S - 128", "k <= q"},
+      {"q < P + S - 1 or k < 9", "k < 9 and k <= q"},
+      {"not (q == P and S == 1) or k % 3 == h", "k % 3 == h and k <= q"},
+      {"not (S > 1) and k >= S", "k >= 1 and k <= q"},
+      {"q - k < S * 4 and (k < P or k % 2 == 0)", "q - k < 1 * 4 and (k < q or k % 2 == 0) and k <= q"},
+      {"S != 1", "False and k <= q"},
+      {"q - P <= 0 - S or k == min(S, 3)", "k == min(1, 3) and k <= q"},
+  };
+  for (const auto& [text, expected] : cases) {
+    const CachedMask mask = Make(text);
+    CHECK(mask.of_one_token != nullptr, text);
+    CHECK(mask.of_one_token->expr.Print() == expected, text, ": ", mask.of_one_token->expr.Print());
+  }
+  CHECK(!Make(cases[0].first).is_range && Make(cases[0].first).of_one_token->is_range);
+  CountCases(std::size(cases));
+}
+
+// Pair by pair, for random conditions.
+TEST(MasksOfOneTokenAllowTheSame) {
+  const int count = Cases(500);
+  Random random(31);
+  const std::vector<std::string> kParts = {"q >= P + S - 5", "q - P > S",      "k < 3 * S",       "k % 3 == h",
+                                           "q == P",         "S * 2 - P < 9",  "not (q < P + S)", "q - k < 7",
+                                           "P < k + 9",      "P - q != 0 - S", "k // 4 < S + h",  "min(q, P) + 1 < S",
+                                           "P + q > 40",     "S == 1"};
+  for (int i = 0; i < count; ++i) {
+    std::string text = "S < k + 2";
+    for (int part = 0; part < 3; ++part) {
+      const std::string other = (random.OneIn(3) ? "not " : "") + ("(" + random.Pick(kParts) + ")");
+      text = "(" + text + (random.OneIn(2) ? ") and " : ") or ") + other;
+    }
+    const CachedMask mask = Make(text);
+    CHECK(mask.of_one_token != nullptr && !mask.of_one_token->expr.Uses(ExprOp::kS), text);
+    ExprSizes sizes;
+    sizes.B = 1, sizes.H = 3, sizes.S = 1;
+    for (int pair = 0; pair < 20; ++pair) {
+      sizes.P = random.Range(0, 40), sizes.T = sizes.P + 1;
+      const int64_t h = random.Range(0, 2), k = random.Range(0, sizes.P);
+      CHECK(Allowed(mask.expr, sizes, {}, 0, h, sizes.P, k) ==
+                Allowed(mask.of_one_token->expr, sizes, {}, 0, h, sizes.P, k),
+            text, " as ", mask.of_one_token->expr.Print(), " at ", h, ", ", sizes.P, ", ", k);
+    }
+  }
+  CountCases(count);
+}
+
 TEST(CachedMaskRanges) {
   struct Range {
     const char* text;

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts declared patterns on causal attention without a cache: as a bias that is added to the scores.
+"""Puts declared patterns on attention without a cache: as a bias that is added to the scores.
+
+Causal patterns are for attention whose mask is ``k <= q``, bidirectional ones for attention without a mask; either may have a
+key padding mask.
 
 The ops then find the pattern as a mask of the graph, and what they do not take computes every pair, with the bias.
 """
@@ -13,7 +16,7 @@ from onnx import TensorProto, numpy_helper
 
 from stof.attention.decide.kernels import kernels_for
 from stof.attention.decide.site_decider import SiteDecider
-from stof.attention.describe.site_describer import SiteDescriber
+from stof.attention.describe.site_describer import DescribedSite, SiteDescriber
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.subgraphs import Scope, find_scopes
@@ -28,7 +31,7 @@ from stof.mask.to_onnx import ScoreSizes, emit_mask
 from stof.op_rewrite import Job
 from stof.selection import NamedCandidate
 from stof.sparsify.bias_nodes import emit_bias
-from stof.sparsify.patterns import HeadCounts, causal_mask
+from stof.sparsify.patterns import HeadCounts, Pattern
 from stof.sparsify.sparsity import DeclaredPattern
 
 _PREFIX = "stof_pattern_"
@@ -66,7 +69,7 @@ class _Placed:
 
 
 def declare_on_sites(job: Job, key: str) -> Job:
-    """The job with a model in which the causal sites that --sparsify names have their pattern.
+    """The job with a model in which the sites that --sparsify names have their pattern.
 
     Where the model has attention over a KV cache, that alone counts layers, and nothing is done here.
 
@@ -88,8 +91,9 @@ def declare_on_sites(job: Job, key: str) -> Job:
     for scope in (main, *inner):
         for site in scope.sites:
             reason = job.selections[key].reason_left_out(NamedCandidate(site.name, site.index))
-            reason = reason or ("it lies in a subgraph" if scope.path else reasons.why_not(site))
             pattern_and_facts = sparsity.pattern_of(layer, count, HeadCounts(site.num_heads, site.kv_num_heads))
+            pattern = None if pattern_and_facts is None else pattern_and_facts[0]
+            reason = reason or ("it lies in a subgraph" if scope.path else reasons.why_not(site, pattern))
             if reason or pattern_and_facts is None:
                 sparsity.keep_dense(site.name, layer, reason or "--sparsify leaves it dense")
             else:
@@ -132,24 +136,40 @@ class _Reasons:
         softmaxes = [n for name in site.nodes if (n := self._writers.get(name)) is not None and is_softmax(n)]
         return softmaxes[0] if len(softmaxes) == 1 else None
 
-    def why_not(self, site: AttentionSite) -> str:
-        """Empty where the mask is ``k <= q``, and padding at most."""
+    def why_not(self, site: AttentionSite, pattern: Pattern | None) -> str:
+        """Empty where the mask is that of the pattern's kind, ``k <= q`` or none, and padding at most."""
         softmax = self.softmax_of(site)
         shape = None if softmax is None else self._symbolic.shape(softmax.input[0])
         if softmax is None or shape is None or tuple(shape) != site.dims:
             return "its scores are no tensor [B, H, S, T] in front of a softmax"
         try:
-            decided = self._decider.decide(self._describer.describe(site))
+            described = self._describer.describe(site)
+            decided = self._decider.decide(described)
             row = decided.report
         except StofError as error:
             return str(error)
+        if pattern is not None and not pattern.is_causal:
+            return self._why_not_bidirectional(site, described, pattern)
         mask = MaskExpression.parse(row.mask) if row.mask else None
         if mask is None or mask.without_padding() != CAUSAL:
             detail = f": {row.mask}" if row.mask else "" if not row.reason else f": {row.reason}"
             return f"its mask is no plain causal one{detail}"
+        if mask.vectors and pattern is not None and pattern.reads_run_length:
+            return f"its sequences are padded, and {pattern.label!r} needs to know where each of them ends"
         self.masks[site.name] = mask
         if decided.rewrite is not None:
             self._operands[site.name] = decided.rewrite.mask.operands
+        return ""
+
+    def _why_not_bidirectional(self, site: AttentionSite, described: DescribedSite, pattern: Pattern) -> str:
+        lifted = described.mask
+        if lifted is None or not lifted.expression.without_padding().allows_all:
+            detail = described.reason if lifted is None else lifted.expression.text
+            return f"its mask forbids pairs{f': {detail}' if detail else ''}; {pattern.label!r} is for attention without a mask"
+        if site.dims[2] != site.dims[3]:
+            return f"its queries and keys may be of two sequences; {pattern.label!r} is for self-attention"
+        self.masks[site.name] = lifted.expression
+        self._operands[site.name] = lifted.operands
         return ""
 
     def padding_of(self, site: AttentionSite, mask: MaskExpression) -> _Padding | None:
@@ -196,7 +216,7 @@ def _add_biases(model: onnx.ModelProto, placed: list[_Placed]) -> onnx.ModelProt
             if placement.padding is not None and placement.padding not in firsts:
                 firsts[placement.padding] = _emit_first(b, placement.padding)
             operands = names if placement.padding is None else {**names, _FIRST.name: firsts[placement.padding]}
-            biases[key] = _emit_bias(b, causal_mask(placement.condition), site, node.input[0], operands)
+            biases[key] = _emit_bias(b, pattern.mask_of(placement.condition), site, node.input[0], operands)
         changed = copy_node(node)
         changed.input[0] = b.add("Add", [node.input[0], biases[key]])
         nodes += [*b.nodes[start:], changed]

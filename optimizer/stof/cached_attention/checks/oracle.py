@@ -199,7 +199,8 @@ def _attend(
     allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
     pairs = allowed[None] & _find_allowed_blocks(step, rows, columns)
     if step.pattern is not None:
-        pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns) for h in range(heads)])
+        run = {"past": first, "count": queries}
+        pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns, **run) for h in range(heads)])
     scores = np.where(pairs, scores, -np.inf)
     weights = _weights(scores, step, dtype).reshape(len(keys), -1, keys.shape[1])
     attended: np.ndarray = np.matmul(weights, values).reshape(heads, queries, size)

@@ -251,7 +251,8 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   STOF_RETURN_IF_ERROR(BindBias(all, in::kBias, shape, &step.scores));
   STOF_RETURN_IF_ERROR(BindSink(all, in::kSink, shape, &step.scores));
   STOF_RETURN_IF_ERROR(Allocate(context, &a));
-  return context.on_cuda ? RunOnCuda(*mask, context, &step) : RunOnCpu(*mask, context, &step);
+  const CachedMask& used = a.S == 1 && mask->of_one_token != nullptr ? *mask->of_one_token : *mask;
+  return context.on_cuda ? RunOnCuda(used, context, &step) : RunOnCpu(used, context, &step);
 }
 
 // Checks the lengths of the sequences, which the CPU reads.
@@ -393,7 +394,7 @@ const OpDescription* CachedAttentionDescription() {
       {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
       {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
-      {"kernel", AttributeType::kString}};
+      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofCachedAttention";
@@ -409,6 +410,7 @@ const OpDescription* CachedAttentionDescription() {
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;
+    d.skips_scores = AttentionLimits::SkipsScores;
     d.create = CreateCachedAttention;
     return d;
   }();

@@ -265,7 +265,7 @@ const OpDescription* PagedAttentionDescription() {
       {"num_heads", AttributeType::kInt},     {"kv_num_heads", AttributeType::kInt},
       {"do_rotary", AttributeType::kInt},     {"rotary_interleaved", AttributeType::kInt},
       {"rotary_offset", AttributeType::kInt}, {"qk_norm_epsilon", AttributeType::kFloat},
-      {"kernel", AttributeType::kString}};
+      {"kernel", AttributeType::kString},     {"skip_threshold", AttributeType::kFloat}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofPagedAttention";
@@ -278,6 +278,7 @@ const OpDescription* PagedAttentionDescription() {
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;
+    d.skips_scores = AttentionLimits::SkipsScores;
     d.create = CreatePagedAttention;
     return d;
   }();

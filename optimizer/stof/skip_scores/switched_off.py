@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds a model that skips by score to what was verified: with skipping off it computes the same bits as without thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+import onnx
+
+from stof.errors import UnsupportedError, VerifyError
+from stof.execution.case import Padding
+from stof.execution.ort_sessions import Sessions
+from stof.execution.session_process import RuntimeFailure, session_environment
+from stof.verification.model_inputs import ModelInputs
+
+Feed = Mapping[str, np.ndarray]
+_TOKENS = 4096.0
+
+
+def check_switched_off(sessions: Sessions, exact: onnx.ModelProto, skipping: onnx.ModelProto, feed: Feed) -> None:
+    """Compares all outputs of both models bit by bit under ``STOF_SKIP_SCORES=0``.
+
+    Verification compares the model without thresholds. What is written is the other one: this carries the comparison over.
+
+    Args:
+        sessions: makes sessions.
+        exact: the model that was verified.
+        skipping: the same with thresholds.
+        feed: inputs without padding, whose rows an operator may leave undefined.
+
+    Raises:
+        VerifyError: naming the output.
+        RuntimeFailure: what ONNX Runtime raises.
+        LimitReached: when memory does not suffice.
+    """
+    with session_environment(STOF_SKIP_SCORES="0"):
+        found = []
+        for model in (exact, skipping):
+            session = sessions.make(model, optimized=True, library=True)
+            found.append(dict(zip(session.outputs, session.run(None, feed), strict=True)))
+        del session
+    for name, one in found[0].items():
+        other = found[1][name]
+        if one.dtype != other.dtype or one.shape != other.shape or one.tobytes() != other.tobytes():
+            raise VerifyError(
+                f"verification failed: output {name!r} of the model that skips by score is not that of the verified one under "
+                "STOF_SKIP_SCORES=0. Nothing was written; leave skip-scores out, and please report this model"
+            )
+
+
+def draw_unpadded(inputs: ModelInputs) -> Sequence[Feed]:
+    """Inputs without padding, one set or none."""
+    with suppress(KeyError, MemoryError, TypeError, ValueError, UnsupportedError, RuntimeFailure):
+        cases = [c for c in inputs.select_cases(_TOKENS) if c.padding is Padding.NONE]
+        return inputs.draw(cases[:1])
+    return []

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the command with skip-scores, with kernels that skip or stand-ins for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from skip_models import D, texts
+
+from stof import cli
+from stof.graph.index import DOMAIN, all_nodes
+from stof.runtime.library import library_path
+from stof.runtime.skip_counts import SkipCounts
+from stof.skip_scores import apply, layers, runs
+
+LENGTH = 1100  # tokens, as many as calibration asks for
+
+
+def simulate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of the library that state that CPU and CUDA kernels skip."""
+    for module in (layers, apply):
+        monkeypatch.setattr(module, "skips_scores", lambda op, target: target != "tensorrt")
+
+
+def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that skip: c multiplies the scores of its node by 1 - c / 2^15, and half of the pairs count as skipped."""
+    simulate_limits(monkeypatch)
+
+    def put(model: onnx.ModelProto, thresholds: Mapping[str, float]) -> onnx.ModelProto:
+        copy = layers.put_thresholds(model, thresholds)
+        for node in all_nodes(copy.graph.node):
+            values = {a.name: a for a in node.attribute}
+            if "skip_threshold" in values:
+                usual = values["scale"].f or D**-0.5
+                values["scale"].f = usual * (1 - values["skip_threshold"].f / (1 << 15))
+        return copy
+
+    for module in (runs, apply):
+        monkeypatch.setattr(module, "put_thresholds", put)
+        monkeypatch.setattr(module, "take_skip_counts", lambda: SkipCounts(1000, 500))
+
+
+def run(folder: Path, model: Path, spec: str, *options: str) -> tuple[int, Path, dict[str, Any]]:
+    """Status, the file that is written, and ``sparsify`` of the report."""
+    target, report = folder / "out.onnx", folder / "report.json"
+    for file in (target, report):
+        file.unlink(missing_ok=True)
+    words = [str(model), "-o", str(target), "--json", str(report), "--sparsify", spec, *options]
+    status = cli.main(words)
+    return status, target, json.loads(report.read_text())["sparsify"] if report.exists() else {}
+
+
+def inputs_options(folder: Path, count: int = 4, length: int = LENGTH, *, padding: bool = False) -> list[str]:
+    options = []
+    for i, ids in enumerate(texts(count, length)):
+        feed = {"input_ids": ids[None]} | ({"attention_mask": np.ones_like(ids[None])} if padding else {})
+        np.savez(folder / f"feed{i}.npz", **feed)
+        options += ["--inputs", str(folder / f"feed{i}.npz")]
+    return options
+
+
+def thresholds_of(path: Path) -> dict[str, float]:
+    """The attribute of each of stof's attentions."""
+    nodes = [n for n in onnx.load(path).graph.node if n.domain == DOMAIN and n.op_type in layers.OPS]
+    return {n.name: next((a.f for a in n.attribute if a.name == "skip_threshold"), 0.0) for n in nodes}
+
+
+def outputs_of(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(library_path()))
+    made = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return list(made.run(None, feed))
