@@ -14,6 +14,7 @@ namespace cpu {
 
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
+constexpr int kInPlaceStrip = 4;   // query rows that share a pass over the keys of a tile where these are read in place
 constexpr int kMaxTileKeys = 256;  // n
 constexpr int kKeyBlock = 64;      // keys whose products with a table of relative positions are computed at a time
 

@@ -20,9 +20,6 @@ constexpr float kInf = __builtin_inff();
 // keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
 constexpr int kStripsPerPass = 4;
 
-// Query rows that share a pass over the keys of a tile where these are read in place.
-constexpr int kInPlaceStrip = 4;
-
 // Groups of rows of a table of relative positions whose products with keys are kept where rows are named in any order.
 constexpr int kGroupRows = 4, kKeyGroups = 64;
 
