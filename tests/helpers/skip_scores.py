@@ -11,7 +11,7 @@ import numpy.typing as npt
 BLOCK = 64
 
 
-def set_levels(rng: np.random.Generator, query: npt.NDArray[Any], key: npt.NDArray[Any], spread: float = 8.0) -> None:
+def set_levels(rng: np.random.Generator, query: npt.NDArray[Any], key: npt.NDArray[Any], spread: float = 20.0) -> None:
     """Has scores of a block of keys lie about one level, between -spread and spread; the head size is 64.
 
     query, key: [..., heads, rows, 64] of any leading axes, changed in place: element 0 of each row.

@@ -53,7 +53,7 @@ def test_outputs_are_within_the_bound(
     exact = compute_paged_step(step).output
     moved = np.abs(found.astype(np.float64) - exact).max()
     largest = max(most_moved(threshold, x) for x in (step.value_cache, np.asarray(step.value)))
-    assert moved <= largest + (3e-6 if dtype == "float32" else 3e-3)
+    assert moved <= largest + (2e-5 if dtype == "float32" else 3e-3)
     assert counts.scored > 0
     if threshold > 1:
         assert counts.skipped > 0

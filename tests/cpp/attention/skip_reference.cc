@@ -87,13 +87,17 @@ class Chooser {
           error = std::max(error, std::ldexp(64 + 8 * pairs_.sizes[at], -24));
         }
         if (high[r] == -kInf) continue;
-        margin = std::max(margin, std::isfinite(top[r]) ? high[r] - (top[r] - distance_) : kInf);
-        if (std::isfinite(top[r])) error = std::max(error, std::ldexp(64 + 8 * std::abs(top[r]), -24));
+        // Nothing is far from the lowest number of a type: it absorbs the distance, and keeps the tile.
+        const bool absorbs = std::abs(top[r]) > 1e30 && std::abs(high[r]) > 1e30;
+        margin = std::max(margin, std::isfinite(top[r]) && !absorbs ? high[r] - (top[r] - distance_) : kInf);
+        if (std::abs(top[r]) < 1e30) error = std::max(error, std::ldexp(64 + 8 * std::abs(top[r]), -24));
       }
       if (!is_active) continue;
       const auto pairs = static_cast<uint64_t>(static_cast<int64_t>(rows.size()) * (end - begin));
       choice_.scored += pairs;
-      const bool is_uncertain = has_nan || (!has_own_nan && std::abs(margin) <= error);
+      // Scores that are exact in fp32 may equal the largest one: they keep the tile.
+      if (p_.exact_beyond > 0 && p_.softcap == 0 && distance_ == 0) error = 0;
+      const bool is_uncertain = has_nan || (!has_own_nan && (error > 0 || margin != 0) && std::abs(margin) <= error);
       if (is_uncertain) {
         choice_.uncertain += pairs;
         for (const QueryRow& row : rows) choice_.is_uncertain[RowOf(b, row)] = 1;

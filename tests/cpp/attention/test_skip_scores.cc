@@ -133,6 +133,8 @@ void RunCase(const SkipCase& skip, CpuIsa isa, uint64_t seed, const Parallel& te
   const SkipChoice choice = ChooseTiles(dense, args, config, team.threads);
   dense.allowed = choice.kept;
   Answer answer = Attend(dense);
+  // Sums of scores start at minus the row max, which is as far from a score as levels are apart.
+  for (double& magnitude : answer.magnitude) magnitude += 2 * skip.levels;
   std::vector<char> first;
   Lse lse(c);
   for (const int threads : {1, 3}) {
@@ -173,7 +175,7 @@ std::vector<SkipCase> DrawnSkipCases(int count) {
   Deck<EmptyRows> policies({EmptyRows::kZero, EmptyRows::kNan, EmptyRows::kMean, EmptyRows::kAll}, &random);
   Deck<Left> left({Left::kNothing, Left::kNothing, Left::kMost, Left::kTiles, Left::kAll}, &random);
   Deck<float> thresholds({1e-4f, 0.03f, 1, 1, 20, 100, 4e6f}, &random);
-  Deck<double> levels({12, 12, 12, 60, 3}, &random);
+  Deck<double> levels({12, 25, 60, 60, 3}, &random);
   Deck<std::pair<int, int>> tiles({{0, 0}, {0, 0}, {0, 0}, {24, 64}, {48, 32}, {5, 96}, {96, 256}}, &random);
   Deck<Poison> poisons({Poison::kNone, Poison::kNone, Poison::kNone, Poison::kForbidden, Poison::kOneKey}, &random);
   Deck<Scores> scores({Scores::kDrawn, Scores::kDrawn, Scores::kDrawn, Scores::kDrawn, Scores::kDrawn, Scores::kDrawn,
@@ -203,9 +205,10 @@ std::vector<SkipCase> DrawnSkipCases(int count) {
     if (m == 0 || c.S > 16) c.m = m, c.n = n;
     skip.threshold = thresholds.Deal();
     skip.levels = levels.Deal();
-    skip.is_ragged = c.mask == 0 && c.pad == Pad::kNone && !AttendsAllKeys(c.empty_rows);
+    const bool has_tables = random.OneIn(6);
+    skip.is_ragged = !has_tables && c.mask == 0 && c.pad == Pad::kNone && !AttendsAllKeys(c.empty_rows);
     if (skip.is_ragged) c.B = 2;
-    if (random.OneIn(6)) {
+    if (has_tables) {
       Deck<Naming> namings(kNamings, &random);
       for (TableCase* table : {&skip.drawn.key[0], &skip.drawn.query, &skip.drawn.value}) {
         table->is_given = true, table->naming = namings.Deal(), table->rows = 33;
@@ -228,7 +231,7 @@ void RunTable(CpuIsa isa) {
   const double share = static_cast<double>(totals.skipped) / static_cast<double>(totals.scored);
   const double uncertain = static_cast<double>(totals.uncertain) / static_cast<double>(totals.scored);
   if (Effort() == 1) CHECK(share > 0.2 && share < 0.8, "share ", share);
-  CHECK(uncertain < 0.02, "uncertain ", uncertain);
+  CHECK(uncertain < 0.001, "uncertain ", uncertain);
 }
 
 // Seven of ten blocks hardly count: as many pairs are skipped, of many queries and of one.
@@ -264,7 +267,7 @@ void SkipStatedShare(CpuIsa isa) {
     CHECK(counts.scored == static_cast<uint64_t>(S * T), "scored ", counts.scored);
     // The first tiles of a work item and of a KV split are kept whatever they hold.
     const double share = static_cast<double>(counts.skipped) / static_cast<double>(counts.scored);
-    CHECK(share <= 0.7 && share > (S == 192 ? 0.58 : 0.3), "S ", S, ": share ", share);
+    CHECK(share <= 0.7 && share > (S == 192 ? 0.58 : 0.5), "S ", S, ": share ", share);
     CountCases(1);
   }
 }
@@ -331,12 +334,10 @@ struct Sequences {
   }
 };
 
-std::vector<float> RunArgs(const AttentionArgs& args, const CpuAttentionConfig& config,
-                           const std::vector<float>& output) {
+void RunArgs(const AttentionArgs& args, const CpuAttentionConfig& config) {
   const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
   const Status status = CpuAttention(args, config, workspace.get(), Parallel{});
   CHECK(status.ok(), status.message());
-  return output;
 }
 
 // The number of keys that counts is that of the sequence: packed sequences have the bits of separate calls.
@@ -352,16 +353,16 @@ void SkipInPackedSequences(CpuIsa isa) {
   CpuAttentionConfig config;
   config.isa = isa, config.m = 48, config.n = 64;
   ResetSkipCounts();
-  const std::vector<float> found = RunArgs(args, config, together), unused = found;
+  RunArgs(args, config);
   const SkipCounts counts = ReadSkipCounts();
   ResetSkipCounts();
   for (size_t b = 0; b < all.lengths.size(); ++b) {
     const size_t first = static_cast<size_t>(all.starts[b]) * row;
-    // A call of few queries would take another path: as a batch of two it is packed, too.
+    // Packed, too: a call of few queries would take another path.
     const std::vector<int32_t> starts = {0, all.lengths[b]}, ends = {all.lengths[b]};
     AttentionArgs one = all.One(b, all.lengths[b], wanted.data() + first);
     one.sequences.starts = starts.data(), one.sequences.has_queries = true, one.kv.key_ends = ends.data();
-    RunArgs(one, config, {});
+    RunArgs(one, config);
   }
   CHECK(std::memcmp(together.data(), wanted.data(), together.size() * sizeof(float)) == 0);
   const SkipCounts apart = ReadSkipCounts();
@@ -394,12 +395,12 @@ void SkipInPages(CpuIsa isa) {
       CpuAttentionConfig config = ChooseCpuAttention(args, 1);
       config.isa = isa;
       ResetSkipCounts();
-      RunArgs(args, config, {});
+      RunArgs(args, config);
       const SkipCounts apart = ReadSkipCounts();
       args.output.data = found.data(), args.key.data = key.data(), args.value.data = value.data();
       args.kv.pages = {table.data(), pages, pages, page * static_cast<int64_t>(row), shift};
       ResetSkipCounts();
-      RunArgs(args, config, {});
+      RunArgs(args, config);
       const SkipCounts counts = ReadSkipCounts();
       CHECK(found == wanted, "S ", S, " pages of ", page);
       CHECK(counts.scored == apart.scored && counts.skipped == apart.skipped && counts.skipped > 0, "S ", S,
