@@ -215,6 +215,7 @@ void RunWorker(void* user, size_t worker) {
   for (; first < job.count; first = job.next.fetch_add(job.step, std::memory_order_relaxed)) {
     job.work(job, first, std::min(job.count, first + job.step), scratch);
   }
+  if (job.problem.args->scores.skip_threshold > 0.0f) AddSkipCounts(job.kernels.skip_counts(job.problem, scratch));
 }
 
 void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,

@@ -14,6 +14,7 @@ namespace cpu {
 
 constexpr int kPanel = 16;         // keys that are packed side by side, one 64-byte line per element of the head
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
+constexpr int kInPlaceStrip = 4;   // query rows that share a pass over the keys of a tile where these are read in place
 constexpr int kMaxTileKeys = 256;  // n
 constexpr int kKeyBlock = 64;      // keys whose products with a relative table are computed at a time
 
@@ -143,6 +144,8 @@ struct AttentionKernels {
   void (*attend_split)(const AttentionProblem& problem, int64_t item, void* scratch);
   // Few queries, splits > 1: combines the partial results of one of B * H * S rows.
   void (*combine_splits)(const AttentionProblem& problem, int64_t row, void* scratch);
+  // What a worker has counted since `prepare`; zeros where ScoreArgs::skip_threshold is 0.
+  SkipCounts (*skip_counts)(const AttentionProblem& problem, void* scratch);
 };
 
 }  // namespace cpu

@@ -4,6 +4,8 @@
 #include "cpu/attention/output.h"
 #include "cpu/attention/relative.h"
 #include "cpu/attention/scores.h"
+#include "cpu/attention/skip.h"
+#include "cpu/attention/tile_order.h"
 #include "cpu/attention/weights.h"
 #include "cpu/kernel_table.h"
 
@@ -16,6 +18,7 @@ size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, n
 void Prepare(const AttentionProblem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
+  if (problem.args->scores.skip_threshold > 0.0f) *scratch.skip_counts = {};
   if (scratch.kept_of != nullptr) *scratch.kept_of = -1;
   if (scratch.tables_of != nullptr) *scratch.tables_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
@@ -139,10 +142,14 @@ void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
                    : CombineSplitsOf<false>(problem, row, splits, memory);
 }
 
+SkipCounts ReadCounts(const AttentionProblem& problem, void* memory) {
+  return problem.args->scores.skip_threshold > 0.0f ? *Scratch(problem, memory).skip_counts : SkipCounts();
+}
+
 }  // namespace
 
 STOF_EXPORT_KERNELS(AttentionKernels, attention) = {
-    ScratchBytes, Prepare, Pack, PackTables, AttendTileRow, AttendSplit, CombineSplits,
+    ScratchBytes, Prepare, Pack, PackTables, AttendTileRow, AttendSplit, CombineSplits, ReadCounts,
 };
 
 }  // namespace cpu

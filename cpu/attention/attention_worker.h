@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel. It attends query rows of one head, or a few of several heads of a group, to the
-// key tiles that their mask keeps. scores.h, relative.h and weights.h define its members for one tile, output.h those
-// that write rows.
+// key tiles that their mask keeps. tile_order.h defines its members that list tiles, scores.h, relative.h, skip.h and
+// weights.h those for one tile, output.h those that write rows.
 #ifndef STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 #define STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 
@@ -12,6 +12,7 @@
 #include "cpu/attention/scratch.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/prefetch.h"
+#include "plugins/core/contract/skip_distance.h"
 
 namespace stof {
 namespace cpu {
@@ -42,6 +43,11 @@ class AttentionWorker {
     queries_ = static_cast<int>(rows);
     rows_ = static_cast<int>(heads * rows);
     key_end_ = EndOfKeys(args_, b);
+    skips_ = args_.scores.skip_threshold > 0.0f;
+    is_last_skipped_ = false;
+    if (skips_) {
+      skip_distance_ = SkipDistance(args_.scores.skip_threshold, key_end_ - problem_.column_tiles * problem_.n);
+    }
     keys_ = static_cast<const char*>(args_.key.data) +
             stored_size_ * (BeginOfKeys(args_, args_.key.stride, b) + g_ * args_.key.stride.h);
     values_ = static_cast<const char*>(args_.value.data) +
@@ -96,36 +102,15 @@ class AttentionWorker {
 
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
   void AttendTiles(int64_t first, int64_t last, bool unmasked) {
-    const bool has_mask = args_.mask.fixed.blocks() != nullptr;
     last = Min(last, (key_end_ + problem_.n - 1) / problem_.n);
-    if (!has_mask && !unmasked && scratch_.has_runs) return AttendRuns(first, last);
-    if (!has_mask || unmasked) {
-      for (int64_t tile = first; tile < last; ++tile) {
-        const uint32_t* bits = nullptr;
-        next_ = tile + 1 < last ? tile + 1 : -1;
-        if (args_.mask.fixed.elements() == nullptr || unmasked || FindElements(tile, &bits)) Tile(tile, bits, unmasked);
-      }
-      return;
-    }
-    const int64_t row = MaskRow(b_, h_, row0_);
-    const BlockMaskArrays& mask = problem_.mask;
-    const int32_t* tiles = mask.key_tile;
-    const int64_t words = static_cast<int64_t>(problem_.m) * (problem_.n / 32);
-    const int64_t full = mask.full_begin[row], end = mask.row_ptr[row + 1];
-    for (int64_t i = LowerBound(tiles, mask.row_ptr[row], full, first); i < full && tiles[i] < last; ++i) {
-      const uint32_t* bits = nullptr;
-      next_ = i + 1 < full && tiles[i + 1] < last ? int64_t{tiles[i + 1]} : -1;
-      if (mask.bits_id[i] >= 0) {
-        bits = mask.bits + mask.bits_id[i] * words;
-      } else if (!FindElements(tiles[i], &bits)) {
-        continue;
-      }
-      Tile(tiles[i], bits, false);
-    }
-    for (int64_t i = LowerBound(tiles, full, end, first); i < end && tiles[i] < last; ++i) {
-      next_ = i + 1 < end && tiles[i + 1] < last ? int64_t{tiles[i + 1]} : -1;
-      Tile(tiles[i], nullptr, false);
-    }
+    if (unmasked) skips_ = false;  // few rows, whose strips have others among them
+    if (!skips_) return AttendRange(first, last, unmasked);
+    int64_t own_first = 0, own_last = 0;
+    OwnTiles(&own_first, &own_last);
+    own_first = Clamp(own_first, first, last), own_last = Clamp(own_last, own_first, last);
+    AttendRange(own_first, own_last, unmasked);
+    AttendRange(first, own_first, unmasked);
+    AttendRange(own_last, last, unmasked);
   }
 
   // Writes the rows; fully masked ones by the policy of empty_rows.
@@ -159,44 +144,6 @@ class AttentionWorker {
  private:
   int64_t HeadOf(int r) const { return r < queries_ ? h_ : h_ + r / queries_; }
   int QueryOf(int r) const { return r < queries_ ? r : r % queries_; }  // counted from row0_
-
-  // The runs of the rows, of which only tiles in [first, last) count.
-  const KeyTileRun* FindRuns(int64_t first, int64_t last, int64_t* count) const {
-    if (problem_.runs == nullptr) {
-      const DynamicMask& elements = *args_.mask.fixed.elements();
-      *count = elements.runs(elements.self, b_, h_, row0_, problem_.m, problem_.n, first, last, scratch_.runs);
-      return scratch_.runs;
-    }
-    const int64_t list = b_ * problem_.run_lists + (problem_.run_lists == 1 ? 0 : g_);
-    const int64_t end = problem_.run_begin[list + 1];
-    int64_t low = problem_.run_begin[list], high = end;
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (problem_.runs[middle].last <= first) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    for (high = low; high < end && problem_.runs[high].first < last;) ++high;
-    *count = high - low;
-    return problem_.runs + low;
-  }
-
-  void AttendRuns(int64_t first, int64_t last) {
-    if (first >= last) return;
-    int64_t count = 0;
-    const KeyTileRun* const runs = FindRuns(first, last, &count);
-    for (int64_t i = 0; i < count; ++i) {
-      const KeyTileRun run = {static_cast<int32_t>(runs[i].first < first ? first : runs[i].first),
-                              static_cast<int32_t>(Min(runs[i].last, last)), runs[i].is_full};
-      for (int64_t tile = run.first; tile < run.last; ++tile) {
-        const uint32_t* bits = nullptr;
-        next_ = tile + 1 < run.last ? tile + 1 : i + 1 < count ? int64_t{runs[i + 1].first} : -1;
-        if (run.is_full || FindElements(tile, &bits)) Tile(tile, bits, false);
-      }
-    }
-  }
 
   int64_t MaskRow(int64_t b, int64_t h, int64_t row0) const {
     const BlockMaskArrays& mask = problem_.mask;
@@ -254,6 +201,7 @@ class AttentionWorker {
     for (int r = 0; r < PaddedRows(); ++r) {
       scratch_.max[r] = -kInf;
       scratch_.start[r] = 0.0f;
+      if (skips_) scratch_.top[r] = -kInf;
       Simd::Store(scratch_.sum + r * kWidth, zero);
       for (int64_t d = 0; d < scratch_.ldo; d += kWidth) Simd::Store(scratch_.o + r * scratch_.ldo + d, zero);
     }
@@ -292,79 +240,125 @@ class AttentionWorker {
   };
 
   // ---- a tile ----
+  // What the matmuls of a tile read. Rows in place have the type of keys and values; copied and packed ones are floats.
+  struct TileRows {
+    int64_t key0 = 0;
+    int keys = 0;
+    const float* packed = nullptr;  // keys, not in place
+    const void* keys_in_place = nullptr;
+    DType key_type = DType::kF32, value_type = DType::kF32;
+    const void* values = nullptr;
+    int64_t ldk = 0, ldv = 0;
+    Rows value_rows, ahead;  // ahead: rows to prefetch while scores are computed
+  };
+  enum class Outcome { kWeights, kSkipped, kLostBits };
+
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
     if (!FindMask(tile, bits, unmasked)) return;
-    const int64_t key0 = tile * problem_.n;
-    const int keys = static_cast<int>(Min(problem_.n, key_end_ - key0));
-    const Rows value_rows = ValueRows(tile), key_rows = KeyRows(tile);
-    // Rows in place have the type of keys and values; copied and packed ones are floats.
-    const void* values = value_rows.At(0);
-    int64_t ldv = value_rows.stride;
-    const bool are_values_copied = scratch_.copy_values || (!kInPlace && problem_.pack_values);
-    const DType value_type = are_values_copied ? DType::kF32 : KvType(args_.shape);
-    const float* packed = kInPlace ? nullptr : PackedTile(tile);
-    if (scratch_.copy_values) {
-      CopyValues(value_rows, keys, args_, scratch_.ldo, scratch_.values);
-      values = scratch_.values;
-      ldv = scratch_.ldo;
-    } else if (!kInPlace && problem_.pack_values) {
-      values = PackedValues(tile);
-      ldv = scratch_.ldo;
+    TileRows t;
+    t.key0 = tile * problem_.n;
+    t.keys = static_cast<int>(Min(problem_.n, key_end_ - t.key0));
+    t.value_rows = ValueRows(tile);
+    FindKeys(tile, &t);
+    if (!kInPlace && problem_.pack_values) {
+      t.values = PackedValues(tile);
+      t.ldv = scratch_.ldo;
+    } else {
+      t.values = t.value_rows.At(0);
+      t.ldv = t.value_rows.stride;
+      t.value_type = KvType(args_.shape);
     }
     if constexpr (!kInPlace) {
-      if (problem_.relative != nullptr && problem_.relative->query.table != nullptr) KeyProducts(key0, keys, packed);
+      if (problem_.relative != nullptr && problem_.relative->query.table != nullptr)
+        KeyProducts(t.key0, t.keys, t.packed);
     }
-    const void* keys_in_place = key_rows.At(0);
-    int64_t ldk = key_rows.stride;
-    const DType key_type = scratch_.copy_keys ? DType::kF32 : KvType(args_.shape);
-    if (kInPlace && scratch_.copy_keys) {
-      CopyRows(key_rows, KvType(args_.shape), keys, args_.shape.D, scratch_.ldq, scratch_.keys);
-      keys_in_place = scratch_.keys;
-      ldk = scratch_.ldq;
-    }
+    bool are_values_copied = !scratch_.copy_values, is_skipped = true;
     for (int first = 0; first < rows_; first += kStrips * kRows) {
       Strip strips[kStrips];
       int count = 0;
       for (int row = first; row < rows_ && row < first + kStrips * kRows; row += kRows) {
         strips[count].row = row;
-        FindPanels(keys, &strips[count]);
+        FindPanels(t.keys, &strips[count]);
         count += strips[count].active != 0;
       }
       if (count == 0) continue;
-      if (kInPlace) {
-        // While scores are computed, the values of this tile are prefetched into L2.
-        const bool is_ahead = first == 0 && CanPrefetch(tile, scratch_.copy_values);
-        ScoresInPlace(strips[0], keys_in_place, key_type, ldk, is_ahead ? value_rows : kNoRows);
-      } else {
-        PackedScores(strips, 0, count, packed);
+      t.ahead = first == 0 ? RowsAhead(tile, t) : kNoRows;
+      if (!MakeWeights(strips, count, t)) continue;
+      is_skipped = false;
+      if (!are_values_copied) {
+        CopyValues(t.value_rows, t.keys, args_, scratch_.ldo, scratch_.values);
+        t.values = scratch_.values;
+        t.ldv = scratch_.ldo;
+        t.value_type = DType::kF32;
+        are_values_copied = true;
       }
-      for (int i = 0; i < count; ++i) {
-        float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
-        Adjust(strips[i], s, key0, keys);
-        if (__builtin_expect(!Softmax(strips[i], s), 0)) {
-          if (kInPlace) {
-            ScoresInPlace(strips[i], keys_in_place, key_type, ldk, kNoRows);
-          } else {
-            PackedScores(strips, i, i + 1, packed);
-          }
-          Adjust(strips[i], s, key0, keys);
-          Softmax(strips[i], s);
-        }
-        if constexpr (!kInPlace) {
-          if (HasRowWeights()) AddRowWeights(strips[i], s, key0);
-        }
-        prefetch_.Fetch(lines_per_step_);
-      }
-      // While values are added, the keys of the next tile are, in the order of their addresses.
-      const bool is_dense = args_.key.stride.s == args_.shape.D;
-      const bool is_ahead = kInPlace && first == 0 && is_dense && CanPrefetch(next_, scratch_.copy_keys);
-      const char* const ahead = is_ahead ? KeyRows(next_).At(0) : nullptr;
+      // While values are added, the keys of the next tile are prefetched, in the order of their addresses.
+      const char* const ahead = first == 0 && IsNextPrefetched() ? KeyRows(next_).At(0) : nullptr;
       if constexpr (kInPlace) {
-        AsStored(values, value_type, [&](const auto* stored) { Values(strips, count, stored, ldv, ahead); });
+        AsStored(t.values, t.value_type, [&](const auto* stored) { Values(strips, count, stored, t.ldv, ahead); });
       } else {
-        Values(strips, count, static_cast<const float*>(values), ldv, ahead);
+        Values(strips, count, static_cast<const float*>(t.values), t.ldv, ahead);
       }
     }
+    is_last_skipped_ = is_skipped;
+  }
+  void FindKeys(int64_t tile, TileRows* t) const {
+    if constexpr (!kInPlace) {
+      t->packed = PackedTile(tile);
+    } else {
+      const Rows rows = KeyRows(tile);
+      t->keys_in_place = rows.At(0);
+      t->ldk = rows.stride;
+      t->key_type = KvType(args_.shape);
+      if (!scratch_.copy_keys) return;
+      CopyRows(rows, KvType(args_.shape), t->keys, args_.shape.D, scratch_.ldq, scratch_.keys);
+      t->keys_in_place = scratch_.keys;
+      t->ldk = scratch_.ldq;
+      t->key_type = DType::kF32;
+    }
+  }
+  // Whether the keys of the next tile are prefetched, which are read in place.
+  bool IsNextPrefetched() const {
+    return kInPlace && args_.key.stride.s == args_.shape.D && CanPrefetch(next_, scratch_.copy_keys);
+  }
+  // In place: what is brought to L2 while the scores of a tile are computed. Its values; the next tile's keys where the
+  // tile before was skipped, as its neighbour may be.
+  Rows RowsAhead(int64_t tile, const TileRows& t) const {
+    if constexpr (!kInPlace) return kNoRows;
+    if (is_last_skipped_) return IsNextPrefetched() && args_.shape.D == args_.shape.Dv ? KeyRows(next_) : kNoRows;
+    return CanPrefetch(tile, scratch_.copy_values) ? t.value_rows : kNoRows;
+  }
+  // Computes the weights of strips in a tile. A strip that is skipped has no runs afterwards. Whether one is not.
+  bool MakeWeights(Strip* strips, int count, const TileRows& t) {
+    if constexpr (kInPlace) {
+      ScoresInPlace(strips[0], t.keys_in_place, t.key_type, t.ldk, t.ahead);
+    } else {
+      PackedScores(strips, 0, count, t.packed);
+    }
+    bool any = false;
+    for (int i = 0; i < count; ++i) {
+      float* s = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
+      Adjust(strips[i], s, t.key0, t.keys);
+      Outcome outcome = Softmax(strips[i], s);
+      if (__builtin_expect(outcome == Outcome::kLostBits, 0)) {
+        if constexpr (kInPlace) {
+          ScoresInPlace(strips[i], t.keys_in_place, t.key_type, t.ldk, kNoRows);
+        } else {
+          PackedScores(strips, i, i + 1, t.packed);
+        }
+        Adjust(strips[i], s, t.key0, t.keys);
+        outcome = Softmax(strips[i], s);
+      }
+      const bool is_skipped = outcome == Outcome::kSkipped;
+      if (skips_) CountSkip(strips[i], t.keys, is_skipped);
+      if (is_skipped) strips[i].run_count = 0;
+      any |= !is_skipped;
+      if constexpr (!kInPlace) {
+        if (HasRowWeights() && !is_skipped) AddRowWeights(strips[i], s, t.key0);
+      }
+      prefetch_.Fetch(lines_per_step_);
+    }
+    return any;
   }
   void ScoresInPlace(const Strip& strip, const void* keys, DType dtype, int64_t ldk, const Rows& ahead) const {
     AsStored(keys, dtype, [&](const auto* stored) { InPlaceScores(strip, stored, ldk, ahead); });
@@ -422,8 +416,20 @@ class AttentionWorker {
   __attribute__((noinline)) void AddRowValues(int r, float* to) const;
   __attribute__((noinline)) const float* AddMeanRowValues(int r) const;
 
+  // ---- cpu/attention/tile_order.h ----
+  void AttendRange(int64_t first, int64_t last, bool unmasked);
+  void AttendRuns(int64_t first, int64_t last);
+  const KeyTileRun* FindRuns(int64_t first, int64_t last, int64_t* count) const;
+  void OwnTiles(int64_t* first, int64_t* last) const;
+
+  // ---- cpu/attention/skip.h ----
+  __attribute__((noinline)) bool CanSkip(const Strip& strip, int rows, const V* high, const float* s) const;
+  bool HasNan(const Strip& strip, int rows, const float* s) const;
+  __attribute__((noinline)) void RaiseTops(const Strip& strip, int rows, const V* high);
+  void CountSkip(const Strip& strip, int keys, bool is_skipped);
+
   // ---- cpu/attention/weights.h ----
-  __attribute__((noinline)) bool Softmax(const Strip& strip, float* s);
+  __attribute__((noinline)) Outcome Softmax(const Strip& strip, float* s);
   template <bool kHasOffset>
   void Weights(const Strip& strip, int rows, const float* bases, float* s);
   __attribute__((noinline)) bool ClearStarts(const Strip& strip, int rows, const V* high);
@@ -450,8 +456,11 @@ class AttentionWorker {
   Scratch scratch_;
   const int64_t item_size_, stored_size_;  // of query and output, of key and value
   int64_t b_ = 0, h_ = 0, g_ = 0, row0_ = 0;
-  int rows_ = 0, queries_ = 0;                     // rows of all heads, of one head
-  int64_t key_end_ = 0;                            // the number of keys of the sequence
+  int rows_ = 0, queries_ = 0;    // rows of all heads, of one head
+  int64_t key_end_ = 0;           // the number of keys of the sequence
+  bool skips_ = false;            // whether ScoreArgs::skip_threshold counts
+  bool is_last_skipped_ = false;  // of the tile that was visited last
+  float skip_distance_ = 0.0f;
   int64_t query_position_ = 0, key_position_ = 0;  // of a packed sequence: of row 0 in biases
   int64_t next_ = -1;                              // the key tile after the current one, as far as it is known
   const char* keys_ = nullptr;

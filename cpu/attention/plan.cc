@@ -21,6 +21,8 @@ constexpr int64_t kMostPackedRows = 512;
 // Keys of a KV split: enough to make the few hundred bytes of a partial result cheap, few enough to keep threads busy.
 // Where the heads of a group pass over the keys one by one, a split stays in L2 (512 keys × 64 × 2 × 4 B = 256 KiB).
 constexpr int64_t kLeastSplitKeys = 256, kMostSplitKeys = 2048, kSharedSplitKeys = 512;
+// With a skip threshold: each split has a row max of its own, and keeps at least the first tile.
+constexpr int64_t kLeastSkippingSplitKeys = 1024;
 // With more items than this, splits may be longer.
 constexpr int64_t kManyItems = 256;
 
@@ -216,7 +218,8 @@ void AttentionPlan::PlanFewQueries() {
     }
   }
   // The length of a split must not depend on the number of threads, so that results do not.
-  int64_t length = std::clamp(total / kManyItems, kLeastSplitKeys / problem_.n, kMostSplitKeys / problem_.n);
+  const int64_t least = args_.scores.skip_threshold > 0.0f ? kLeastSkippingSplitKeys : kLeastSplitKeys;
+  int64_t length = std::clamp(total / kManyItems, least / problem_.n, kMostSplitKeys / problem_.n);
   if (rereads_keys) length = std::min(length, kSharedSplitKeys / problem_.n);
   const int64_t most =
       kPartialBytes / std::max<int64_t>(1, args_.shape.B * args_.shape.H * args_.shape.S * problem_.partial_stride * 4);

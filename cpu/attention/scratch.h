@@ -20,9 +20,6 @@ constexpr float kInf = __builtin_inff();
 // keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
 constexpr int kStripsPerPass = 4;
 
-// Query rows that share a pass over the keys of a tile where these are read in place.
-constexpr int kInPlaceStrip = 4;
-
 // Groups of rows of a relative table whose products with keys are kept where rows are named in any order.
 constexpr int kGroupRows = 4, kKeyGroups = 64;
 
@@ -45,6 +42,9 @@ struct Scratch {
     s = Take<float>((problem.in_place ? kInPlaceStrip : kStripsPerPass * kStrip) * static_cast<int64_t>(problem.n));
     max = Take<float>(rows);
     start = Take<float>(rows);
+    const bool skips = args.scores.skip_threshold > 0.0f;
+    top = Take<float>(skips ? rows : 0);
+    skip_counts = Take<SkipCounts>(skips ? 1 : 0);
     sum = Take<float>(rows * kWidth);
     bias = Take<float>(problem.n);
     row = Take<float>(ldo);
@@ -74,6 +74,8 @@ struct Scratch {
   int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
   int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
   float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
+  float* top;  // with a skip threshold: the largest score of each row so far; `max` lags behind
+  SkipCounts* skip_counts;
   uint8_t* empty;
   uint32_t *words_combined, *words_dynamic, *words_tail;
   // Of tiles that StaticMask::elements gave: which one a slot holds, what it is, and its element mask.

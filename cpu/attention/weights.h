@@ -20,10 +20,11 @@ constexpr float kRescaleThreshold = 5.5f;
 constexpr float kLowestStart = -16.0f, kHighestStart = 128.0f;
 
 // Turns scores into weights and updates row sums; rescales the rows whose max has grown much. Works on whole panels:
-// keys beyond T are masked. False, and nothing is done, where scores are so large that they lost low bits to their
-// start: the start is 0 now, and they have to be computed again.
+// keys beyond T are masked. kLostBits: nothing is done, since scores are so large that they lost low bits to their
+// start. The start is 0 now, and they have to be computed again. kSkipped: nothing is done, since the strip can do
+// without them.
 template <bool kInPlace>
-bool AttentionWorker<kInPlace>::Softmax(const Strip& strip, float* s) {
+typename AttentionWorker<kInPlace>::Outcome AttentionWorker<kInPlace>::Softmax(const Strip& strip, float* s) {
   constexpr int kVectorsPerPanel = kPanel / kWidth;
   const int64_t lds = problem_.n;
   const int runs = strip.run_count;
@@ -50,10 +51,10 @@ bool AttentionWorker<kInPlace>::Softmax(const Strip& strip, float* s) {
     exceeded = Simd::Or(exceeded, Simd::Greater(x[0], Simd::Set1(max[r] + start[r] + kRescaleThreshold)));
   }
   const bool raised = Simd::Any(exceeded);
-  if (raised) {
-    if (ClearStarts(strip, rows, high)) return false;
-    Rescale(strip, rows, high);
-  }
+  if (skips_ && !raised && CanSkip(strip, rows, high, s)) return Outcome::kSkipped;
+  if (raised && ClearStarts(strip, rows, high)) return Outcome::kLostBits;
+  if (skips_) RaiseTops(strip, rows, high);
+  if (raised) Rescale(strip, rows, high);
   float offset[kRows] = {};  // to subtract from the scores: row max + start, 0 where the start is minus the row max
   bool has_offset = false;
   for (int r = 0; r < rows; ++r) {
@@ -65,9 +66,9 @@ bool AttentionWorker<kInPlace>::Softmax(const Strip& strip, float* s) {
   } else {
     Weights<false>(strip, rows, offset, s);
   }
-  if (!raised) return true;
+  if (!raised) return Outcome::kWeights;
   for (int r = 0; r < rows; ++r) start[r] = max[r] >= kLowestStart && max[r] <= kHighestStart ? -max[r] : 0.0f;
-  return true;
+  return Outcome::kWeights;
 }
 
 template <bool kInPlace>
@@ -142,6 +143,7 @@ inline void AttentionWorker<kInPlace>::Values(const Strip* strips, int count, co
     const int64_t left = Min(block, size - d);
     const char* next = ahead == nullptr ? nullptr : ahead + d * kWidth * kStored * problem_.n;
     for (int i = 0; i < count; ++i) {
+      if (strips[i].run_count == 0) continue;  // skipped
       const float* p = scratch_.s + i * kRows * static_cast<int64_t>(problem_.n);
       float* o = scratch_.o + strips[i].row * scratch_.ldo + d * kWidth;
       const Stored* v = values + d * kWidth;

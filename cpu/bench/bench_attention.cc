@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU attention kernel alone: GFLOP/s on the pairs that the mask allows and on the tiles that hold one, beside the
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
-// rows are interleaved with the FMA loop; the figures are minima.
+// rows are interleaved with the FMA loop; the figures are minima. Rows named cold have blocks of keys that hardly
+// count, of which rows named skip leave out what the threshold allows.
 //   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
 // NAME is an instruction set of plugins/core/base/cpu_isas.h.
 #include <algorithm>
@@ -38,7 +39,12 @@ struct Case {
   // Rows of relative tables that are multiplied with queries and with keys; empty: none.
   const char *relative_key = "", *relative_query = "";
   int64_t relative_rows = 0;
+  // Skip by score: the threshold, and the share of blocks of kColdKeys keys whose scores lie far below the others'.
+  float skip_threshold = 0.0f;
+  double cold = 0;
 };
+
+constexpr int64_t kColdKeys = 128;
 
 constexpr char kDistance[] = "k - q + S - 1";
 // 512 logarithmic buckets, exact up to distances of 128: DeBERTa v3.
@@ -64,10 +70,19 @@ constexpr Case kCases[] = {
     {"w64-s512", "abs(q - k) <= 64", 1, 12, 12, 512, 512, 64, true},
     {"causal", "k <= q", 1, 12, 12, 4096, 4096, 64, false},
     {"longformer", "abs(q - k) <= 64 or q < 64 or k < 64", 1, 12, 12, 4096, 4096, 64, false},
+    {"skip0", "", 1, 12, 12, 4096, 4096, 64, false, 1, "", "", 0, 0.01f, 0},
+    {"cold", "", 1, 12, 12, 4096, 4096, 64, false, 1, "", "", 0, 0, 0.74},
+    {"skip", "", 1, 12, 12, 4096, 4096, 64, false, 1, "", "", 0, 0.01f, 0.74},
+    {"skip0-causal", "k <= q", 1, 12, 12, 4096, 4096, 64, false, 1, "", "", 0, 0.01f, 0},
+    {"cold-causal", "k <= q", 1, 12, 12, 4096, 4096, 64, false, 1, "", "", 0, 0, 0.74},
+    {"skip-causal", "k <= q", 1, 12, 12, 4096, 4096, 64, false, 1, "", "", 0, 0.01f, 0.74},
     {"decode", "", 1, 12, 12, 1, 32768, 64, false},
     {"decode-gqa", "", 1, 32, 8, 1, 32768, 128, false},
     {"decode-small", "", 1, 12, 12, 1, 1024, 64, false},
     {"cache", "k <= q", 1, 32, 8, 1, 16384, 128, false, kLayers},
+    {"skip0-cache", "k <= q", 1, 32, 8, 1, 16384, 128, false, kLayers, "", "", 0, 0.01f, 0},
+    {"cold-cache", "k <= q", 1, 32, 8, 1, 16384, 128, false, kLayers, "", "", 0, 0, 0.74},
+    {"skip-cache", "k <= q", 1, 32, 8, 1, 16384, 128, false, kLayers, "", "", 0, 0.01f, 0.74},
     {"cache-g1", "k <= q", 1, 32, 1, 1, 16384, 128, false, kLayers},
     {"cache-g32", "k <= q", 1, 32, 32, 1, 16384, 128, false, kLayers},
     {"cache-d64", "k <= q", 1, 32, 8, 1, 16384, 64, false, kLayers},
@@ -131,6 +146,7 @@ struct Row {
   std::shared_ptr<const RelativeRowArrays> relative_key, relative_query;
   Buffer key_table, query_table;
   double pairs = 0, tile_pairs = 0, keys = 0, best = 1e9;
+  SkipCounts skip_counts;
   double read = 1e9;  // seconds that a plain sum over the keys and values of a layer takes, of a KV cache
 
   void TakeNextLayer() {
@@ -230,11 +246,30 @@ void BindRelative(const Case& what, const char* index, uint32_t seed, RelativeTa
   *table = {data->get(), DType::kF32, what.relative_rows, what.D, what.relative_rows * what.D, (*rows)->view()};
 }
 
+// Queries and keys with a common direction, against which the keys of cold blocks point: each score of those is about
+// 50 below the others.
+void CoolKeys(const Case& what, Row* row) {
+  if (what.cold == 0) return;
+  float* const query = static_cast<float*>(row->query.get());
+  float* const key = static_cast<float*>(row->key.get());
+  const int64_t queries = what.B * what.H * what.S, keys = what.layers * what.B * what.G * what.T;
+  for (int64_t i = 0; i < queries; ++i) query[i * what.D] = 20.0f;
+  const int64_t blocks = what.T / kColdKeys;
+  for (int64_t i = 0; i < keys; ++i) {
+    // Evenly spread over blocks, with another first one in each head.
+    const int64_t block = i % what.T / kColdKeys + i / what.T * 7 % blocks;
+    const auto before = static_cast<int64_t>(what.cold * static_cast<double>(block));
+    const bool is_cold = static_cast<int64_t>(what.cold * static_cast<double>(block + 1)) > before;
+    key[i * what.D] = is_cold ? -10.0f : 10.0f;
+  }
+}
+
 void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) {
   row->what = &what;
   AttentionArgs& a = row->args;
   a.shape = {what.B, what.H, what.G, what.S, what.T, what.D, what.D};
   a.scores.scale = 0.125f;
+  a.scores.skip_threshold = what.skip_threshold;
   const auto strides = [&](int64_t heads, int64_t length) {
     const int64_t all = heads * length * what.D;
     return what.bshd ? Strides{all, what.D, heads * what.D} : Strides{all, length * what.D, what.D};
@@ -247,6 +282,7 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
   row->output.reset(AllocateAligned(static_cast<size_t>(what.B * what.H * what.S * what.D) * 4));
   a.query.data = row->query.get(), a.key.data = row->key.get(), a.value.data = row->value.get(),
   a.output.data = row->output.get();
+  CoolKeys(what, row);
   BindRelative(what, what.relative_key, 4, &a.scores.relative_key[0], &row->key_table, &row->relative_key);
   BindRelative(what, what.relative_query, 5, &a.scores.relative_query, &row->query_table, &row->relative_query);
   row->config = ChooseCpuAttention(a, threads);
@@ -310,9 +346,11 @@ int Main(int argc, char** argv) {
       // Short ones in a loop of about 20 ms, so that a wake-up or a page fault does not decide.
       int repeats = round == 0 ? 1 : std::max(1, std::min(1000, static_cast<int>(0.02 / row->best)));
       for (; repeats > 0; --repeats) {
+        ResetSkipCounts();
         const double begin = Now();
         const Status status = CpuAttention(row->args, row->config, row->workspace.get(), pool.view());
         row->best = std::min(row->best, Now() - begin);
+        row->skip_counts = ReadSkipCounts();
         Exit(row->what->name, status);
         row->TakeNextLayer();
         if (row->what->layers == 1) continue;
@@ -323,8 +361,8 @@ int Main(int argc, char** argv) {
   }
   const double bandwidth = stof_read_bandwidth(threads, size_t{256} << 20, 0.2);
   std::printf("threads %d, FMA %.1f GFLOP/s, read %.1f GB/s\n", threads, fma, bandwidth);
-  std::printf("%-20s %-8s %10s %9s %9s %8s %8s %7s %7s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA",
-              "% tiles", "GB/s", "% read");
+  std::printf("%-20s %-8s %10s %9s %9s %8s %8s %7s %7s %9s\n", "row", "tile", "ms", "useful", "on tiles", "% of FMA",
+              "% tiles", "GB/s", "% read", "% skipped");
   for (const auto& row : table) {
     const double heads = static_cast<double>(row->args.shape.B * row->args.shape.H);
     const double flop = 4.0 * heads * static_cast<double>(row->args.shape.D) / row->best * 1e-9;
@@ -332,10 +370,12 @@ int Main(int argc, char** argv) {
         8.0 * static_cast<double>(row->args.shape.B * row->args.shape.G * row->args.shape.D) * row->keys;
     char tile[24];
     std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
-    std::printf("%-20s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f\n", row->what->name, tile, row->best * 1e3,
+    std::printf("%-20s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f %9.1f\n", row->what->name, tile, row->best * 1e3,
                 flop * row->pairs, flop * row->tile_pairs, 100 * flop * row->pairs / fma,
                 100 * flop * row->tile_pairs / fma, bytes / row->best * 1e-9,
-                row->read < 1e9 ? 100 * row->read / row->best : 0.0);
+                row->read < 1e9 ? 100 * row->read / row->best : 0.0,
+                100.0 * static_cast<double>(row->skip_counts.skipped) /
+                    static_cast<double>(std::max<uint64_t>(1, row->skip_counts.scored)));
   }
   return 0;
 }

@@ -48,6 +48,7 @@ struct Simd {
   static V Max(V a, V b) { return _mm256_max_ps(a, b); }  // b where either is NaN
   static V Min(V a, V b) { return _mm256_min_ps(a, b); }  // likewise
   static M Greater(V a, V b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+  static M GreaterEqual(V a, V b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
   static M Or(M a, M b) { return _mm256_or_ps(a, b); }
   static bool Any(M m) { return _mm256_movemask_ps(m) != 0; }
   // Lane i: bit i of bits ? a : b.

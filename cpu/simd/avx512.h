@@ -49,6 +49,7 @@ struct Simd {
   static V Max(V a, V b) { return _mm512_max_ps(a, b); }  // b where either is NaN
   static V Min(V a, V b) { return _mm512_min_ps(a, b); }  // likewise
   static M Greater(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+  static M GreaterEqual(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   static M Or(M a, M b) { return static_cast<M>(a | b); }
   static bool Any(M m) { return m != 0; }
   // Lane i: bit i of bits ? a : b.

@@ -74,6 +74,7 @@ struct Simd {
   static V Max(V a, V b) { return a > b ? a : b; }  // b where either is NaN
   static V Min(V a, V b) { return a < b ? a : b; }  // likewise
   static M Greater(V a, V b) { return a > b; }
+  static M GreaterEqual(V a, V b) { return a >= b; }
   static M Or(M a, M b) { return a | b; }
   static bool Any(M m) {
     int32_t any = 0;

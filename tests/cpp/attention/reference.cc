@@ -82,9 +82,7 @@ class RowWriter {
         sizes_(static_cast<size_t>(p_.T)) {}
 
   void Write(int64_t b, int64_t h, int64_t i, double* output, double* magnitude, double* lse) {
-    row_ = (b * p_.H + h) * p_.S + i;
-    keys_ = (b * p_.G + h / (p_.H / p_.G)) * p_.T;
-    sink_ = p_.sink.empty() ? -kInf : p_.sink[static_cast<size_t>(h)];
+    Begin(b, h, i);
     std::fill(output, output + p_.Dv, 0.0);
     *magnitude = 0;
     bool any = Score(true);
@@ -108,7 +106,20 @@ class RowWriter {
     }
   }
 
+  void AppendScores(int64_t b, int64_t h, int64_t i, PairScores* all) {
+    Begin(b, h, i);
+    Score(true);
+    all->scores.insert(all->scores.end(), scores_.begin(), scores_.end());
+    all->sizes.insert(all->sizes.end(), sizes_.begin(), sizes_.end());
+  }
+
  private:
+  void Begin(int64_t b, int64_t h, int64_t i) {
+    row_ = (b * p_.H + h) * p_.S + i;
+    keys_ = (b * p_.G + h / (p_.H / p_.G)) * p_.T;
+    sink_ = p_.sink.empty() ? -kInf : p_.sink[static_cast<size_t>(h)];
+  }
+
   // False: every score is -inf, since no key is allowed or the allowed ones have such scores. Forbidden keys are not
   // even read. Not `masked`: biases alone forbid.
   bool Score(bool masked) {
@@ -237,6 +248,15 @@ Answer Attend(const Dense& problem) {
     }
   }
   return answer;
+}
+
+PairScores Scores(const Dense& problem) {
+  PairScores all;
+  RowWriter writer(problem);
+  for (int64_t row = 0; row < problem.B * problem.H * problem.S; ++row) {
+    writer.AppendScores(row / problem.S / problem.H, row / problem.S % problem.H, row % problem.S, &all);
+  }
+  return all;
 }
 
 double Tolerance(DType dtype, double magnitude, int64_t T, double largest, double expected) {

@@ -53,6 +53,13 @@ struct Answer {
 };
 Answer Attend(const Dense& problem);
 
+// The scores of all pairs, [B, H, S, T], -inf where a pair is not allowed, and by what their rounding errors grow, as in
+// `magnitude`.
+struct PairScores {
+  std::vector<double> scores, sizes;
+};
+PairScores Scores(const Dense& problem);
+
 // How far a correct kernel may be from Attend in one element of a row.
 //
 // The kernels compute in fp32 (unit roundoff u = 2^-24) from inputs that they hold exactly, and round once to the type

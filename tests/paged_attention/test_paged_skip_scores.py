@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attribute skip_threshold of StofPagedAttention: the bound against fp64, ragged batches, pages of several sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from paged_models import Shape, draw_step, feeds_of, model_of, session
+from tests.helpers.skip_scores import most_moved, set_levels
+
+import stof
+from stof.cached_attention.find import find_candidates
+from stof.cached_attention.paged.emit import emit_pages
+from stof.cached_attention.paged.oracle import PagedStep, compute_paged_step
+from stof.cached_attention.paged.site import PagedSite
+from stof.symbolic import Symbolic
+
+
+def run(shape: Shape, step: PagedStep, threshold: float | None) -> np.ndarray:
+    model = model_of(shape)
+    (candidate,) = find_candidates(model, Symbolic(model), "cpu")
+    assert isinstance(candidate.site, PagedSite), candidate.reason
+    made = emit_pages(model, [candidate.site])
+    if threshold is not None:
+        attribute = made.graph.node[0].attribute.add()
+        attribute.name, attribute.f, attribute.type = "skip_threshold", threshold, attribute.FLOAT
+    return np.asarray(session(made, library=True).run(None, feeds_of(shape, step))[0])
+
+
+@pytest.mark.parametrize("threshold", [1e-4, 0.3, 10.0])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("block", [16, 256])
+@pytest.mark.parametrize(("past", "tokens"), [([700, 0, 150], [1, 1, 1]), ([400, 0, 30], [40, 600, 0])])
+def test_outputs_are_within_the_bound(
+    past: list[int], tokens: list[int], block: int, dtype: str, threshold: float
+) -> None:
+    shape = Shape(D=64, block=block, dtype=dtype)
+    step = draw_step(shape, past, tokens, padding=1)
+    rng = np.random.default_rng(1)
+    query = step.query.reshape(-1, shape.H, 64).swapaxes(0, 1)
+    assert step.key is not None
+    # Levels by pages, whatever sequence they belong to, and of new tokens.
+    for keys in (
+        step.key_cache.reshape(-1, shape.G, 64).swapaxes(0, 1),
+        step.key.reshape(-1, shape.G, 64).swapaxes(0, 1),
+    ):
+        set_levels(rng, query, keys)
+    stof.reset_skip_counts()
+    found = run(shape, step, threshold)
+    counts = stof.skip_counts()
+    exact = compute_paged_step(step).output
+    moved = np.abs(found.astype(np.float64) - exact).max()
+    largest = max(most_moved(threshold, x) for x in (step.value_cache, np.asarray(step.value)))
+    assert moved <= largest + (2e-5 if dtype == "float32" else 3e-3)
+    assert counts.scored > 0
+    if threshold > 1:
+        assert counts.skipped > 0
+    np.testing.assert_array_equal(run(shape, step, 0.0), run(shape, step, None))
+
+
+def test_an_error_names_the_value() -> None:
+    shape = Shape(D=64)
+    with pytest.raises(Exception, match=r"(?s)skip_threshold.*-3"):
+        run(shape, replace(draw_step(shape, [5], [1])), -3.0)
