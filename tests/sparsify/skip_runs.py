@@ -30,11 +30,13 @@ def simulate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that skip: c multiplies the scores of its node by 1 - c / 2^15, and half of the pairs count as skipped."""
+    """Kernels that skip: c multiplies the scores of its node by 1 - c / 2^15, and it skips more the larger it is."""
     simulate_limits(monkeypatch)
+    last = [1.0]  # the largest threshold of the last model
 
     def put(model: onnx.ModelProto, thresholds: Mapping[str, float]) -> onnx.ModelProto:
         copy = layers.put_thresholds(model, thresholds)
+        last[0] = max([c for c in thresholds.values() if c > 0], default=last[0])
         for node in all_nodes(copy.graph.node):
             values = {a.name: a for a in node.attribute}
             if "skip_threshold" in values:
@@ -44,7 +46,7 @@ def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (runs, apply):
         monkeypatch.setattr(module, "put_thresholds", put)
-        monkeypatch.setattr(module, "take_skip_counts", lambda: SkipCounts(1000, 500))
+        monkeypatch.setattr(module, "take_skip_counts", lambda: SkipCounts(42000, int(1000 * (np.log2(last[0]) + 7))))
 
 
 def run(folder: Path, model: Path, spec: str, *options: str) -> tuple[int, Path, dict[str, Any]]:

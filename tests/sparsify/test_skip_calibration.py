@@ -16,16 +16,21 @@ LADDER = [2.0**i for i in range(-6, 15)]
 
 
 class Model:
-    """Layers whose loss alone is ``factors`` times the threshold; together they lose ``more`` times the sum."""
+    """Layers whose loss alone is ``factors`` times the threshold; together they lose ``more`` times the sum.
 
-    def __init__(self, factors: Mapping[str, float], more: float = 1.0, share: float = 0.5) -> None:
-        self.factors, self.more, self.share = factors, more, share
+    From the threshold ``full`` on no more is skipped.
+    """
+
+    def __init__(
+        self, factors: Mapping[str, float], more: float = 1.0, share: float = 0.5, full: float = 1 << 14
+    ) -> None:
+        self.factors, self.more, self.share, self.full = factors, more, share, full
         self.alone: list[tuple[str, float]] = []
         self.together: list[float] = []
 
     def run(self, layer: str, c: float) -> Trial:
         self.alone.append((layer, c))
-        return Trial(self.factors[layer] * c, self.share)
+        return Trial(self.factors[layer] * c, self.share * min(1.0, (math.log2(c) + 7) / (math.log2(self.full) + 7)))
 
     def loss(self, thresholds: Mapping[str, float]) -> float:
         self.together.append(self.more * sum(self.factors[n] * c for n, c in thresholds.items()))
@@ -65,11 +70,22 @@ def test_all_are_halved_until_they_fit_together(more: float) -> None:
         assert all("all layers together" in reason for reason in found.reasons.values())
 
 
+def test_a_smaller_threshold_that_skips_as_much_is_taken() -> None:
+    model = Model({"a": 1e-9}, full=8.0)
+    found = calibrate(["a"], model.run, model.loss, 0.2)
+    tried = sorted(c for _, c in model.alone)
+    assert tried[-1] == LADDER[-1]
+    assert found.thresholds["a"] == min(c for c in tried if c >= 8.0) < tried[-1]
+
+
 def test_a_layer_that_skips_nothing_gets_no_threshold() -> None:
     model = Model({"a": 1e-9}, share=0.0)
     found = calibrate(["a"], model.run, model.loss, 0.2)
     assert found.thresholds == {"a": 0.0}
-    assert "nothing is skipped with c = 16384" in found.reasons["a"]
+    assert found.reasons["a"] == "c = 16384 skips nothing here, and no larger one is tried"
+    model = Model({"a": 1.0}, share=0.0)
+    found = calibrate(["a"], model.run, model.loss, 1.0)
+    assert found.reasons["a"] == "c = 0.5 skips nothing here, and a larger one loses more than the layer may"
 
 
 def test_a_loss_that_is_no_number_is_too_large() -> None:

@@ -154,7 +154,7 @@ def test_prompts_need_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(tmp_path, model, "skip-scores", "--prompts", str(prompts))[0] == 1
     assert "needs a model with output 'logits', which this one has not; --inputs FILE" in capsys.readouterr().err
     options = ["--prompts", str(prompts), *inputs_options(tmp_path, 1)]
-    status, _, report = run(tmp_path, model, "skip-scores(threshold=1)", *options)
+    status, _, report = run(tmp_path, model, "skip-scores(threshold=0.001)", *options)
     assert status == 0
     assert report["loss"] is None
     assert report["skip_scores"]["measure"] == "cosine"
@@ -182,9 +182,9 @@ def test_the_cpu_measures_for_cuda(
         monkeypatch.setattr(module, "skips_scores", lambda op, target: target == "cuda")
     model = skip_models.encoder(tmp_path / "model.onnx")
     options = ["--target", "cuda", *inputs_options(tmp_path, 1)]
-    status, target, report = run(tmp_path, model, "skip-scores(threshold=2)", *options)
+    status, target, report = run(tmp_path, model, "skip-scores(threshold=0.125)", *options, "--force")
     assert status == 0
-    assert list(thresholds_of(target).values()) == [2, 2]
+    assert list(thresholds_of(target).values()) == [0.125, 0.125]
     assert "runs on the CPU compute every key tile of StofAttention" in report["skip_scores"]["warnings"][0]
     assert run(tmp_path, model, "skip-scores", *options)[0] == 1
     assert "thresholds are calibrated in runs on the CPU, whose kernels" in capsys.readouterr().err

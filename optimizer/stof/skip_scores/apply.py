@@ -190,6 +190,7 @@ def counted_skipping(report: SkipReport | None) -> Iterator[None]:
         yield
         return
     with session_environment(STOF_SKIP_SCORES="1"):
+        take_skip_counts()  # holds the library, which else goes with its last session, and with it the counts
         yield
         counts = take_skip_counts()
         report.share = None if counts is None or not counts.scored else counts.share

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 _LEAST, _MOST = -6, 14  # exponents of 2: of the thresholds that are tried
 _MARGIN = 0.5  # of the allowed loss; what is held out may lose more
+_NEARLY = (
+    0.98  # of what the largest threshold skips: a smaller one that skips as much bounds the loss of other inputs better
+)
 RUNS_OF_LAYER = (_MOST - _LEAST + 1).bit_length()
 RUNS_TOGETHER = _MOST - _LEAST + 2
 
@@ -46,9 +49,10 @@ def calibrate(
 ) -> Calibration:
     """Chooses thresholds: powers of 2 from 2^-6 to 2^14.
 
-    Each layer gets the largest one with which the loss of this layer alone stays below its part of half the allowed loss. Then
-    all are halved until the loss of all together stays below that half. A bisection takes the loss for one that grows with the
-    threshold. At most ``RUNS_OF_LAYER`` runs a layer, and ``RUNS_TOGETHER``.
+    For each layer a bisection finds the largest one with which the loss of this layer alone stays below its part of half the
+    allowed loss. Of the smaller ones that were tried the layer gets the least that skips nearly as much. Then all are halved
+    until the loss of all together stays below that half. The bisection takes the loss for one that grows with the threshold.
+    At most ``RUNS_OF_LAYER`` runs a layer, and ``RUNS_TOGETHER``.
 
     Args:
         layers: names.
@@ -74,16 +78,17 @@ def calibrate(
 def _search(layer: str, run_alone: Callable[[str, float], Trial], bound: float) -> tuple[float, str]:
     """The largest threshold within a bound, or 0 and the reason."""
     low, high = _LEAST - 1, _MOST  # of exponents; the one below the least stands for 0
-    share = 0.0
+    shares: dict[int, float] = {}  # of those within the bound, by exponent
     while low < high:
         middle = (low + high + 1) // 2
         trial = run_alone(layer, 2.0**middle)
         if trial.loss <= bound:
-            low, share = middle, trial.share
+            low, shares[middle] = middle, trial.share
         else:
             high = middle - 1
-    if low < _LEAST:
+    if not shares:
         return 0.0, f"the least threshold, {2.0**_LEAST:g}, loses more than the layer may"
-    if not share:
-        return 0.0, f"nothing is skipped with c = {2.0**low:g}, which proves nothing of longer inputs"
-    return 2.0**low, ""
+    if not shares[low]:
+        more = "a larger one loses more than the layer may" if low < _MOST else "no larger one is tried"
+        return 0.0, f"c = {2.0**low:g} skips nothing here, and {more}"
+    return 2.0 ** min(e for e, share in shares.items() if share >= _NEARLY * shares[low]), ""
