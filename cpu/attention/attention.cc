@@ -215,7 +215,9 @@ void RunWorker(void* user, size_t worker) {
   for (; first < job.count; first = job.next.fetch_add(job.step, std::memory_order_relaxed)) {
     job.work(job, first, std::min(job.count, first + job.step), scratch);
   }
-  if (job.problem.args->scores.skip_threshold > 0.0f) AddSkipCounts(job.kernels.skip_counts(job.problem, scratch));
+  if (job.problem.args->scores.skip_threshold == 0.0f) return;
+  const uint64_t* const counts = job.kernels.skip_counts(job.problem, scratch);
+  AddSkipCounts({counts[0], counts[1]});
 }
 
 void Run(Job* job, int64_t count, int64_t step, const Parallel& parallel,

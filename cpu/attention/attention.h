@@ -144,8 +144,8 @@ struct AttentionKernels {
   void (*attend_split)(const AttentionProblem& problem, int64_t item, void* scratch);
   // Few queries, splits > 1: combines the partial results of one of B * H * S rows.
   void (*combine_splits)(const AttentionProblem& problem, int64_t row, void* scratch);
-  // What a worker has counted since `prepare`; zeros where ScoreArgs::skip_threshold is 0.
-  SkipCounts (*skip_counts)(const AttentionProblem& problem, void* scratch);
+  // With ScoreArgs::skip_threshold: the pairs that a worker has scored and skipped since `prepare`, as SkipCounts.
+  const uint64_t* (*skip_counts)(const AttentionProblem& problem, void* scratch);
 };
 
 }  // namespace cpu

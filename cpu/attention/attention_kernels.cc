@@ -18,7 +18,7 @@ size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, n
 void Prepare(const AttentionProblem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
-  if (problem.args->scores.skip_threshold > 0.0f) *scratch.skip_counts = {};
+  if (problem.args->scores.skip_threshold > 0.0f) scratch.skip_counts[0] = scratch.skip_counts[1] = 0;
   if (scratch.kept_of != nullptr) *scratch.kept_of = -1;
   if (scratch.tables_of != nullptr) *scratch.tables_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
@@ -142,14 +142,14 @@ void CombineSplits(const AttentionProblem& problem, int64_t row, void* memory) {
                    : CombineSplitsOf<false>(problem, row, splits, memory);
 }
 
-SkipCounts ReadCounts(const AttentionProblem& problem, void* memory) {
-  return problem.args->scores.skip_threshold > 0.0f ? *Scratch(problem, memory).skip_counts : SkipCounts();
+const uint64_t* SkippedPairs(const AttentionProblem& problem, void* memory) {
+  return Scratch(problem, memory).skip_counts;
 }
 
 }  // namespace
 
 STOF_EXPORT_KERNELS(AttentionKernels, attention) = {
-    ScratchBytes, Prepare, Pack, PackTables, AttendTileRow, AttendSplit, CombineSplits, ReadCounts,
+    ScratchBytes, Prepare, Pack, PackTables, AttendTileRow, AttendSplit, CombineSplits, SkippedPairs,
 };
 
 }  // namespace cpu

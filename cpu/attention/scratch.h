@@ -44,7 +44,7 @@ struct Scratch {
     start = Take<float>(rows);
     const bool skips = args.scores.skip_threshold > 0.0f;
     top = Take<float>(skips ? rows : 0);
-    skip_counts = Take<SkipCounts>(skips ? 1 : 0);
+    skip_counts = Take<uint64_t>(skips ? 2 : 0);
     sum = Take<float>(rows * kWidth);
     bias = Take<float>(problem.n);
     row = Take<float>(ldo);
@@ -74,8 +74,8 @@ struct Scratch {
   int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
   int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
   float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
-  float* top;  // with a skip threshold: the largest score of each row so far; `max` lags behind
-  SkipCounts* skip_counts;
+  float* top;             // with a skip threshold: the largest score of each row so far; `max` lags behind
+  uint64_t* skip_counts;  // pairs that were scored, and skipped
   uint8_t* empty;
   uint32_t *words_combined, *words_dynamic, *words_tail;
   // Of tiles that StaticMask::elements gave: which one a slot holds, what it is, and its element mask.

@@ -61,8 +61,8 @@ void AttentionWorker<kInPlace>::RaiseTops(const Strip& strip, int rows, const V*
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::CountSkip(const Strip& strip, int keys, bool is_skipped) {
   const auto pairs = static_cast<uint64_t>(Min(kRows, rows_ - strip.row)) * static_cast<uint64_t>(keys);
-  scratch_.skip_counts->scored += pairs;
-  if (is_skipped) scratch_.skip_counts->skipped += pairs;
+  scratch_.skip_counts[0] += pairs;
+  if (is_skipped) scratch_.skip_counts[1] += pairs;
 }
 
 }  // namespace
