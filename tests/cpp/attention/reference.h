@@ -53,8 +53,8 @@ struct Answer {
 };
 Answer Attend(const Dense& problem);
 
-// The scores of all pairs, [B, H, S, T], -inf where a pair is not allowed, and by what their rounding errors grow, as in
-// `magnitude`.
+// The scores of all pairs, [B, H, S, T], -inf where a pair is not allowed, and by what their rounding errors grow, as
+// in `magnitude`.
 struct PairScores {
   std::vector<double> scores, sizes;
 };
