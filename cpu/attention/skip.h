@@ -18,7 +18,6 @@ constexpr float kLowestScore = -__FLT_MAX__;
 // finite one keeps the tile. high: the maxima of each row's scores, which count from the row's start.
 template <bool kInPlace>
 bool AttentionWorker<kInPlace>::CanSkip(const Strip& strip, int rows, const V* high, const float* s) const {
-  auto kept = Simd::Greater(Simd::Set1(0.0f), Simd::Set1(0.0f));
   for (int r = 0; r < rows; ++r) {
     const float top = scratch_.top[strip.row + r];
     float bound = kLowestScore;
@@ -26,21 +25,25 @@ bool AttentionWorker<kInPlace>::CanSkip(const Strip& strip, int rows, const V* h
       const float below = top - skip_distance_ + scratch_.start[strip.row + r];
       bound = below > kLowestScore ? below : kLowestScore;
     }
-    kept = Simd::Or(kept, Simd::GreaterEqual(high[r], Simd::Set1(bound)));
+    if (Simd::Any(Simd::GreaterEqual(high[r], Simd::Set1(bound)))) return false;
   }
-  return !Simd::Any(kept) && !HasNan(strip, rows, s);
+  return !HasNan(strip, rows, s);
 }
 
-// Maxima do not show a NaN: it is replaced by the next score.
+// Maxima do not show a NaN: it is replaced by the next score. A sum shows it. It would also show +inf beside -inf, but
+// a row with +inf keeps its tile, as does, without need, one whose sum exceeds fp32.
 template <bool kInPlace>
 bool AttentionWorker<kInPlace>::HasNan(const Strip& strip, int rows, const float* s) const {
   const V zero = Simd::Set1(0.0f), one = Simd::Set1(1.0f);
   V found = zero;
   for (int r = 0; r < rows; ++r) {
-    ForEachVector(strip, const_cast<float*>(s) + r * problem_.n, [&](const float* at, int) {
-      const V x = Simd::Load(at);
-      found = Simd::WhereEqual(x, x, found, one);
-    });
+    V sum = zero;
+    for (int i = 0; i < strip.run_count; ++i) {
+      const float* at = s + r * problem_.n + strip.runs[i].first;
+      const float* const end = s + r * problem_.n + strip.runs[i].last;
+      for (; at < end; at += kWidth) sum = Simd::Add(sum, Simd::Load(at));
+    }
+    found = Simd::WhereEqual(sum, sum, found, one);
   }
   return Simd::Any(Simd::Greater(found, zero));
 }
