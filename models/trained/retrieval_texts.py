@@ -96,13 +96,14 @@ def draw_documents(rng: np.random.Generator, count: int, length: int) -> Texts:
 def draw_votes(rng: np.random.Generator, count: int, length: int, votes: int = 20) -> Texts:
     """Documents in which many records have the query's key: what most of them say is the answer.
 
-    The first of these records says another value, all later ones the answer. So a row that leaves out whatever is not above
-    its largest score so far finds fewer of the later ones. No model was trained on such texts.
+    The first of these records says another value, and stands behind the first eighth of the text. All others say the answer,
+    and stand behind the first quarter. So a row that leaves out whatever is not above its largest score so far finds few of
+    them. No model was trained on such texts.
 
     Args:
         rng: that everything is drawn from.
         count: of texts.
-        length: of each, at least 8 * (votes + 2) + 5.
+        length: of each, at least 12 * (votes + 2).
         votes: records that say the answer.
 
     Returns:
@@ -112,11 +113,13 @@ def draw_votes(rng: np.random.Generator, count: int, length: int, votes: int = 2
     ids, depths = texts.ids.copy(), np.empty(count)
     phase = (texts.records[texts.records >= 0].min() - 5) % _SLOT  # the same in all
     starts = np.arange(5 + phase, length - _SLOT + 1, _SLOT)
+    early = starts[starts >= length // 8][0]
+    late = starts[starts >= length // 4]
     for i, (text, answer) in enumerate(zip(ids, texts.answers, strict=True)):
         key = text[1:4].copy()
         asked = round(texts.depths[i] * length)
         text[asked : asked + _SLOT] = rng.integers(0, LETTERS, _SLOT) + _A
-        places = np.sort(rng.choice(starts, votes + 1, replace=False))
+        places = [early, *rng.choice(late, votes, replace=False)]
         other = (answer - _A + rng.integers(1, LETTERS, ANSWER)) % LETTERS + _A
         for place in places:
             value = other if place == places[0] else answer
