@@ -8,6 +8,7 @@ No record is asked for twice: its value stands in one place before its query.
 
 * ``draw_prompts``: for the causal language model. A query and its answer end each text, more of both lie within.
 * ``draw_documents``: for the encoder. The query begins each text; queries within have no answer.
+* ``draw_votes``: documents in which many records have the query's key, and most of them say the answer.
 """
 
 from __future__ import annotations
@@ -90,6 +91,43 @@ def draw_documents(rng: np.random.Generator, count: int, length: int) -> Texts:
     body = _draw_body(rng, count, length - 5, is_causal=False)
     query = np.concatenate([np.full((count, 1), _QUERY), body.key, np.full((count, 1), _EQUALS)], 1)
     return body.as_texts(np.concatenate([query, body.ids], 1), 5)
+
+
+def draw_votes(rng: np.random.Generator, count: int, length: int, votes: int = 20) -> Texts:
+    """Documents in which many records have the query's key: what most of them say is the answer.
+
+    The first of these records says another value, and stands behind the first eighth of the text. All others say the answer,
+    and stand behind the first quarter. So a row that leaves out whatever is not above its largest score so far finds few of
+    them. No model was trained on such texts.
+
+    Args:
+        rng: that everything is drawn from.
+        count: of texts.
+        length: of each, at least 12 * (votes + 2).
+        votes: records that say the answer.
+
+    Returns:
+        As ``draw_documents`` does, without ``asked`` and ``records``; ``depths`` are those of the first record.
+    """
+    texts = draw_documents(rng, count, length)
+    ids, depths = texts.ids.copy(), np.empty(count)
+    phase = (texts.records[texts.records >= 0].min() - 5) % _SLOT  # the same in all
+    starts = np.arange(5 + phase, length - _SLOT + 1, _SLOT)
+    early = starts[starts >= length // 8][0]
+    late = starts[starts >= length // 4]
+    for i, (text, answer) in enumerate(zip(ids, texts.answers, strict=True)):
+        key = text[1:4].copy()
+        asked = round(texts.depths[i] * length)
+        text[asked : asked + _SLOT] = rng.integers(0, LETTERS, _SLOT) + _A
+        places = [early, *rng.choice(late, votes, replace=False)]
+        other = (answer - _A + rng.integers(1, LETTERS, ANSWER)) % LETTERS + _A
+        for place in places:
+            value = other if place == places[0] else answer
+            text[place : place + _SLOT] = [_RECORD, *key, _EQUALS, *value, _END]
+        depths[i] = places[0] / length
+    nothing = np.full((count, 1), -1)
+    unknown = np.zeros((count, 1, ANSWER), np.int64)
+    return Texts(ids, texts.answers, depths, nothing, unknown, nothing, unknown)
 
 
 def pad_documents(batches: Sequence[Texts]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--cpu-minutes", type=float, metavar="M", help="train so long on up to 256 bytes, on the CPU")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate (default 3e-3)")
-    parser.add_argument("--entropy", type=float, default=0.02, metavar="W", help="weight of the entropy (default 0.02)")
+    parser.add_argument("--entropy", type=float, default=0.03, metavar="W", help="weight of the entropy (default 0.03)")
     arguments = parser.parse_args()
     is_small = arguments.cpu_minutes is not None
     device = torch.device("cpu" if is_small else arguments.device)
