@@ -174,8 +174,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--sparsify",
         metavar="SPEC",
         help="put a sparse pattern on dense attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, triangle, "
-        'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores: leave out what scores show '
-        "to hardly count, in any attention",
+        'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores: leave out keys '
+        "of negligible weight, in any attention",
     )
     group.add_argument(
         "--sparse-mlp",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from stof.arguments.checks import MOST_SKIP_THRESHOLD
+from stof.arguments.checks import LEAST_SKIP_THRESHOLD, MOST_SKIP_THRESHOLD
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
 from stof.files.strict_json import quoted
@@ -137,9 +137,10 @@ def _read_thresholds(fields: Fields) -> dict[str, float]:
     thresholds: dict[str, float] = {}
     for name, value in fields.take(_SKIP, dict, {}).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= MOST_SKIP_THRESHOLD:
+        if not is_number or not (value == 0 or LEAST_SKIP_THRESHOLD <= value <= MOST_SKIP_THRESHOLD):
             raise ArgumentError(
-                f"{fields.where} has {_SKIP}[{name!r}] {quoted(value)}, expected a number from 0 to {int(MOST_SKIP_THRESHOLD)}"
+                f"{fields.where} has {_SKIP}[{name!r}] {quoted(value)}, expected 0, or a number from "
+                f"{LEAST_SKIP_THRESHOLD:.2g} to {int(MOST_SKIP_THRESHOLD)}"
             )
         thresholds[name] = float(value)
     return thresholds

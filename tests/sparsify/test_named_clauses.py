@@ -62,7 +62,7 @@ def test_a_layer_has_a_pattern_and_skips() -> None:
     ("spec", "message"),
     [
         *(
-            (f"skip-scores(threshold={x})", rf"has threshold={x}, expected auto or a number above 0 and up to 4194304")
+            (f"skip-scores(threshold={x})", rf"has threshold={x}, expected auto or a number from 1.2e-38 to 4194304")
             for x in ("0", "-1", "nan", "inf", "4194305", "1e99", "much", "")
         ),
         ("skip-scores(tresholds=1)", "has key 'tresholds', expected threshold, layers, dense_layers"),

@@ -53,6 +53,18 @@ def test_a_threshold_that_changes_too_much_is_refused(tmp_path: Path, capsys: py
 
 
 @pytest.mark.usefixtures("lossy")
+def test_a_pattern_is_gated_where_no_layer_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = skip_models.encoder(tmp_path / "model.onnx")
+    options = ["--no-verify", "--min-cosine", "0.9999", *inputs_options(tmp_path, 2)]
+    status, target, report = run(tmp_path, model, "radial(tokens=8);skip-scores", *options)
+    assert status == 2
+    assert not target.exists()
+    assert "--min-cosine allows 0.9999" in capsys.readouterr().err
+    assert not any(row["skips"] for row in report["skip_scores"]["layers"])
+    assert min(report["skip_scores"]["cosines"].values()) < 0.9999
+
+
+@pytest.mark.usefixtures("lossy")
 def test_a_decoder_that_changes_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = test_prompts.decoder(tmp_path)
     prompts = test_prompts.put(tmp_path / "prompts.npy", test_prompts.IDS)
@@ -145,8 +157,9 @@ def test_a_plan_keeps_thresholds(
     assert [row["reason"] for row in report["skip_scores"]["layers"]] == ["", "the plan says so"]
     assert json.loads(again.read_text()) == changed
     for value, message in (
-        (-1, "expected a number from 0 to 4194304"),
-        ("x", "expected a number from 0"),
+        (-1, "expected 0, or a number from 1.2e-38 to 4194304"),
+        (1e-50, "expected 0, or a number from 1.2e-38 to 4194304"),
+        ("x", "expected 0, or a number from"),
         (True, "expected"),
     ):
         plan.write_text(json.dumps(data | {"skip_thresholds": {"layer0/StofAttention": value}}))

@@ -14,7 +14,9 @@ from typing import Any
 from stof.errors import ArgumentError, shown
 
 Check = Callable[[str, Any], Any]
-MOST_SKIP_THRESHOLD = float(1 << 22)  # that attention operators take as skip_threshold
+# What attention operators take as skip_threshold, an fp32 number, besides 0.
+LEAST_SKIP_THRESHOLD = 2.0**-126
+MOST_SKIP_THRESHOLD = float(1 << 22)
 _MOST_SHOWN = 60  # characters of a value
 
 

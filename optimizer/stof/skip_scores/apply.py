@@ -113,11 +113,13 @@ def skip_by_score(
         held_out = list(range(sets.count))
     measurement = _Measurement(job, stages, folder, sets, calibrating)
     _find_thresholds(report, measurement, layers, skipping, searched)
-    if not report.skipping:
+    has_patterns = job.sparsity is not None and bool(job.sparsity.patterns)
+    if not report.skipping and (sets.prompts or not has_patterns):
         return SkippingModel(exact)
-    model = put_thresholds(exact, report.thresholds)
-    first = sets.feeds(measurement.inputs.maker, calibrating[:1])
-    _check_switched_off(job, stages, folder, model, [feed() for feed in first])
+    model = put_thresholds(exact, report.thresholds) if report.skipping else exact
+    if report.skipping:
+        first = sets.feeds(measurement.inputs.maker, calibrating[:1])
+        _check_switched_off(job, stages, folder, model, [feed() for feed in first])
     report.measured_on = sets.describe(held_out)
     if sets.prompts:
         return SkippingModel(model, sets.prompt_set(held_out))

@@ -131,7 +131,7 @@ class SparsityReport:
             groups[_without_place(row)].append(row)
         report_lines = [line for group in groups.values() for line in _group_lines(group)]
         if not self.rows and self.has_patterns:
-            report_lines = ["  the model has no causal attention that takes a pattern"]
+            report_lines = ["  the model has no attention that takes the pattern"]
         if self.skip is not None:
             report_lines += self.skip.lines()
         if self.changes_outputs:

@@ -57,8 +57,8 @@ class OutputCosines:
 
     @property
     def least(self) -> tuple[str, float]:
-        """The output with the least cosine, and that."""
-        return min(self.outputs.items(), key=lambda item: item[1])
+        """The output with the least cosine, and that; no name and 1 where all outputs are empty."""
+        return min(self.outputs.items(), key=lambda item: item[1], default=("", 1.0))
 
     def line(self) -> str:
         """For people."""

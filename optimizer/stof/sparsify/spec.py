@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stof.arguments.checks import MOST_SKIP_THRESHOLD
+from stof.arguments.checks import LEAST_SKIP_THRESHOLD, MOST_SKIP_THRESHOLD
 from stof.arguments.slices import Slice
 from stof.errors import ArgumentError
 from stof.sparsify.clause_text import ClauseFields, split_named, split_outside_quotes
@@ -36,7 +36,6 @@ _LAYERS = ("layers", "dense_layers")
 _SCOPES = (*_LAYERS, "heads", "active_heads")
 _SKIP = "skip-scores"
 _AUTO = "auto"
-_LEAST_THRESHOLD = 2.0**-126  # the attribute is fp32
 _MOST_TEXT = 1 << 16
 _EXPECTED = (
     's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores or the path of a pattern file'
@@ -264,8 +263,10 @@ def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
             threshold = float(text)
         except ValueError:
             threshold = math.nan
-        if not _LEAST_THRESHOLD <= threshold <= MOST_SKIP_THRESHOLD:
-            raise fields.error("threshold", f"{_AUTO} or a number above 0 and up to {int(MOST_SKIP_THRESHOLD)}")
+        if not LEAST_SKIP_THRESHOLD <= threshold <= MOST_SKIP_THRESHOLD:
+            raise fields.error(
+                "threshold", f"{_AUTO} or a number from {LEAST_SKIP_THRESHOLD:.2g} to {int(MOST_SKIP_THRESHOLD)}"
+            )
     return SkipClause(threshold, fields.slices("layers"), fields.slices("dense_layers"))
 
 
