@@ -56,7 +56,7 @@ def test_a_threshold_that_changes_too_much_is_refused(tmp_path: Path, capsys: py
 def test_a_pattern_is_gated_where_no_layer_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = skip_models.encoder(tmp_path / "model.onnx")
     options = ["--no-verify", "--min-cosine", "0.9999", *inputs_options(tmp_path, 2)]
-    status, target, report = run(tmp_path, model, "radial(tokens=8);skip-scores", *options)
+    status, target, report = run(tmp_path, model, "radial(tokens=16);skip-scores", *options)
     assert status == 2
     assert not target.exists()
     assert "--min-cosine allows 0.9999" in capsys.readouterr().err
