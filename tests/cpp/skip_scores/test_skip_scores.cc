@@ -13,7 +13,7 @@
 #include "plugins/core/host/skip_scores.h"
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/attention/relative_problem.h"
-#include "tests/cpp/attention/skip_reference.h"
+#include "tests/cpp/skip_scores/skip_reference.h"
 
 namespace stof::test::attention {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Skip by score by its definition in docs/reference/operators.md, in double precision, for the groups of rows, the key
 // tiles and the order of them that the CPU kernels have.
-#ifndef STOF_TESTS_CPP_ATTENTION_SKIP_REFERENCE_H_
-#define STOF_TESTS_CPP_ATTENTION_SKIP_REFERENCE_H_
+#ifndef STOF_TESTS_CPP_SKIP_SCORES_SKIP_REFERENCE_H_
+#define STOF_TESTS_CPP_SKIP_SCORES_SKIP_REFERENCE_H_
 
 #include <cstdint>
 #include <vector>
@@ -24,4 +24,4 @@ struct SkipChoice {
 SkipChoice ChooseTiles(const Dense& problem, const AttentionArgs& args, const CpuAttentionConfig& config, int threads);
 
 }  // namespace stof::test::attention
-#endif  // STOF_TESTS_CPP_ATTENTION_SKIP_REFERENCE_H_
+#endif  // STOF_TESTS_CPP_SKIP_SCORES_SKIP_REFERENCE_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/cpp/attention/skip_reference.h"
+#include "tests/cpp/skip_scores/skip_reference.h"
 
 #include <algorithm>
 #include <cmath>
