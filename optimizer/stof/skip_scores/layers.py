@@ -95,7 +95,7 @@ def put_thresholds(model: onnx.ModelProto, thresholds: Mapping[str, float]) -> o
     given = {name: c for name, c in thresholds.items() if c > 0}
     for name, threshold in given.items():
         for node in nodes[name]:
-            node.attribute.append(helper.make_attribute(_ATTRIBUTE, threshold))
+            node.attribute.append(helper.make_attribute(_ATTRIBUTE, float(threshold)))
     if given:
         entry = copy.metadata_props.add()
         entry.key = METADATA
