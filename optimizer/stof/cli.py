@@ -335,7 +335,7 @@ def _check_changes(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None and changes is None:
         raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
     measured = arguments.prompts or arguments.sparse_mlp
-    on_inputs = bool(arguments.inputs) and arguments.sparsify is not None  # which measure skip by score
+    on_inputs = bool(arguments.inputs) and "skip-scores" in (arguments.sparsify or "")  # which measure skip by score
     if arguments.min_cosine is not None and not on_inputs:
         raise ArgumentError("--min-cosine is for --inputs with --sparsify skip-scores; give both")
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):

@@ -138,11 +138,11 @@ def test_short_inputs_prove_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     options = inputs_options(tmp_path, length=300)
     status, target, _ = run(tmp_path, model, "skip-scores", *options)
     assert status == 1
-    assert "the longest has 300 keys, and thresholds are calibrated on 1024 at least" in capsys.readouterr().err
+    assert "the longest that measures the loss has 300 keys, and thresholds are calibrated on 1024 at least" in capsys.readouterr().err
     assert not target.exists()
     status, _, report = run(tmp_path, model, "skip-scores(threshold=1)", *options)
     assert status == 0
-    assert "the longest has 300 keys; below 1024" in report["skip_scores"]["warnings"][0]
+    assert "the longest that measures the loss has 300 keys; below 1024" in report["skip_scores"]["warnings"][0]
     assert "warning: --inputs" in capsys.readouterr().out
 
 

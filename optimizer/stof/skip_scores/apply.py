@@ -218,14 +218,16 @@ def _stated_thresholds(job: Job, layers: Sequence[SkipLayer]) -> dict[str, float
     """The thresholds that the plan or the option states, by the names of attentions.
 
     Raises:
-        ArgumentError: when the plan has one of an attention that the model has not.
+        ArgumentError: when the plan has one of an attention that the model has not, or none of one that skips.
     """
     skipping = [x for x in layers if x.clause is not None and not x.reason]
     planned = {} if job.plan is None else job.plan.skip_thresholds
     if unknown := sorted(set(planned) - {x.name for x in layers}):
         raise ArgumentError(f"the plan has a threshold of {unknown[0]!r}, and the optimized model no such attention")
+    if planned and (missing := [x.name for x in skipping if x.name not in planned]):
+        raise ArgumentError(f"the plan has no threshold of {missing[0]!r}, which skips by score; save the plan again")
     if planned:
-        return {x.name: planned.get(x.name, 0.0) for x in skipping}
+        return {x.name: planned[x.name] for x in skipping}
     return {x.name: x.clause.threshold for x in skipping if x.clause is not None and x.clause.threshold is not None}
 
 
@@ -242,9 +244,15 @@ def _check_lengths(sets: MeasuredSets, report: SkipReport, *, is_calibrated: boo
     Raises:
         ArgumentError: with the length.
     """
-    if sets.longest is None or sets.longest >= LEAST_KEYS:
+    if not sets.lengths:
+        report.warnings.append(
+            f"{sets.source}: no integers [B, S] with any S tell the number of keys; below {LEAST_KEYS} the loss proves little"
+        )
         return
-    words = f"{sets.source}: the longest has {sets.longest} keys"
+    longest = max(sets.lengths[i] for i in sets.halves()[1])
+    if longest >= LEAST_KEYS:
+        return
+    words = f"{sets.source}: the longest that measures the loss has {longest} keys"
     if is_calibrated:
         raise ArgumentError(
             f"{words}, and thresholds are calibrated on {LEAST_KEYS} at least: shorter ones have few key tiles to skip, and "

@@ -34,7 +34,7 @@ class MeasuredSets:
         source: where they come from: "--prompts held_out.npz".
         kind: "prompt" or "set", in the singular.
         count: how many there are.
-        longest: keys of the longest one that can be told; None: none can, or all have the one length that the model takes.
+        lengths: keys of each; empty: not known, since the model has no input of integers [B, S] with any S.
         outputs: those that are compared.
         prompts: token ids of each, of ``--prompts``; empty: they are sets of ``inputs``.
         inputs: arrays by name, of ``--inputs``.
@@ -43,14 +43,14 @@ class MeasuredSets:
     source: str
     kind: str
     count: int
-    longest: int | None
+    lengths: tuple[int, ...]
     outputs: tuple[str, ...]
     prompts: tuple[np.ndarray, ...] = ()
     inputs: tuple[Mapping[str, np.ndarray], ...] = ()
 
     def halves(self) -> tuple[list[int], list[int]]:
-        """Which sets calibrate, at most 8, and which are held out. Of a single one both are the same."""
-        every = list(range(self.count))
+        """Which sets calibrate, at most 8, and which are held out: in turns, the longest first. Of one both are the same."""
+        every = sorted(range(self.count), key=lambda i: -self.lengths[i]) if self.lengths else list(range(self.count))
         return every[::2][:_MOST_SETS], every[1::2] or every
 
     def feeds(self, maker: InputMaker, some: Sequence[int]) -> list[Callable[[], Mapping[str, np.ndarray]]]:
@@ -86,17 +86,18 @@ def find_sets(model: onnx.ModelProto, prompts: PromptSet | None, given: Sequence
                 f"{prompts.source} needs a model with output {LOGITS!r}, which this one has not; --inputs FILE measures "
                 "skip-scores by the cosine of any outputs"
             )
-        longest = max(len(ids) for ids in prompts.prompts)
-        return MeasuredSets(prompts.source, "prompt", len(prompts.prompts), longest, (LOGITS,), prompts=prompts.prompts)
+        lengths = tuple(len(ids) for ids in prompts.prompts)
+        return MeasuredSets(prompts.source, "prompt", len(prompts.prompts), lengths, (LOGITS,), prompts=prompts.prompts)
     if not given:
         return None
     outputs = tuple(o.name for o in model.graph.output if o.type.tensor_type.elem_type in _FLOATS)
     if not outputs:
         raise ArgumentError("skip-scores is measured on outputs of floating-point numbers, of which the model has none")
     labels = list(dict.fromkeys(feed.label for feed in given))
-    lengths = [n for feed in given if (n := _keys_of(model, feed)) is not None]
+    lengths = tuple(n for feed in given if (n := _keys_of(model, feed)) is not None)
     inputs = tuple(feed.arrays for feed in given)
-    return MeasuredSets(_name_inputs(labels), "set", len(given), max(lengths, default=None), outputs, inputs=inputs)
+    known = lengths if len(lengths) == len(given) else ()
+    return MeasuredSets(_name_inputs(labels), "set", len(given), known, outputs, inputs=inputs)
 
 
 def _name_inputs(labels: Sequence[str]) -> str:

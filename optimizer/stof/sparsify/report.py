@@ -90,8 +90,8 @@ class SparsityReport:
 
     @property
     def skip_thresholds(self) -> Mapping[str, float]:
-        """Those of skip by score that are known, by the names of operators; empty without it."""
-        return {} if self.skip is None else self.skip.thresholds
+        """Those of skip by score, by the names of operators; empty without it, and where a layer is not calibrated yet."""
+        return {} if self.skip is None or self.skip.must_calibrate else self.skip.thresholds
 
     @property
     def sparsified(self) -> int:

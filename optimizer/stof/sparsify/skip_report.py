@@ -75,7 +75,7 @@ class SkipReport:
         rows: one for each attention that became an operator.
         thresholds: those that are known, by the names of operators, for a plan; 0: every key tile is computed.
         measure: of ``loss`` in rows: ``kl``, ``cosine``, or empty where nothing was measured.
-        share: of the scored pairs, those that were skipped in all, where the loss was measured; None: not measured.
+        share: of the pairs scored in layers that skip, those skipped with all thresholds; None: not measured.
         cosines: of outputs, on ``--inputs``; None: not measured.
         calibrated_on: what thresholds were calibrated on; empty where none was.
         measured_on: what the loss in all was measured on; empty where it was not.
@@ -99,6 +99,11 @@ class SkipReport:
         return sum(row.skips for row in self.rows)
 
     @property
+    def must_calibrate(self) -> bool:
+        """Whether a threshold is not known yet: no model was written."""
+        return any(row.skips and not row.threshold for row in self.rows)
+
+    @property
     def headline(self) -> str:
         """For the report's first line, behind the name of the option; empty where nothing skips."""
         return f"skips by score in {self.skipping} of {len(self.rows)} attentions" if self.skipping else ""
@@ -117,10 +122,10 @@ class SkipReport:
         if not self.rows:
             return ["  no attention became an operator, which could skip by score"]
         if self.calibrated_on:
-            lines.append(f"thresholds: calibrated on {self.calibrated_on}, in {self.runs} runs over it")
+            lines.append(f"thresholds: calibrated on {self.calibrated_on}, with {self.runs} runs of the model")
         if self.share is not None:
             lines.append(
-                f"skipped in all: {_percent(self.share)} of the pairs of queries and keys, on {self.measured_on}"
+                f"layers that skip leave out {_percent(self.share)} of their pairs of queries and keys, on {self.measured_on}"
             )
         if self.skipping:
             lines.append(
