@@ -33,7 +33,8 @@ TEST(TrtDeclares) {
     for (const AttributeDescription& attribute : ops[i]->attributes) {
       if (!attribute.is_for_tensorrt) left_out.insert(attribute.name);
     }
-    CHECK(fields->nbFields == ops[i]->attributes.size() - left_out.size() + (ops[i]->is_variadic ? 2 : 1));
+    CHECK(fields->nbFields ==
+          ops[i]->attributes.size() - static_cast<int>(left_out.size()) + (ops[i]->is_variadic ? 2 : 1));
     std::map<std::string, PluginFieldType> types;
     for (int f = 0; f < fields->nbFields; ++f) types[fields->fields[f].name] = fields->fields[f].type;
     CHECK(static_cast<int>(types.size()) == fields->nbFields);
