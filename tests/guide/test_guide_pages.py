@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import onnxruntime.transformers  # noqa: F401  it extends sys.path when it is imported first, which a test would undo
 import pytest
 from guide_files import FILES
 from guide_pages import Block, PageRun, check_unrun, compare_lines, read_blocks
