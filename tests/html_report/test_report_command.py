@@ -33,7 +33,7 @@ CHANGED: dict[str, Any] = {
     "skip": ("a 'quoted' \"name\"; rm -rf $HOME",),
     "shapes": {"batch": (1, 1), "past + 1": (1, 8)},
     "masks": {"0": "abs(q - k) <= 64"},
-    "sparsify": "s2:local=16,stride=8",
+    "sparsify": "s2:local=16,stride=8;skip-scores",
     "sparse_mlp": "prompts.npz,kind=svd",
     "prompts": Path("p.txt"),
     "max_kl": 0.25,

@@ -221,3 +221,10 @@ def test_a_threshold_that_breaks_a_layer_is_refused(tmp_path: Path, capsys: pyte
     assert status == 2
     assert not target.exists()
     assert "--min-cosine allows 0.999" in capsys.readouterr().err
+
+
+def test_a_gate_that_measures_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = skip_models.encoder(tmp_path / "model.onnx")
+    words = ["--no-verify", "--min-cosine", "0.9", *inputs_options(tmp_path, 1)]
+    assert cli.main([str(model), "-o", str(tmp_path / "out.onnx"), "--sparsify", "window=64", *words]) == 1
+    assert "--min-cosine is for --inputs with --sparsify skip-scores" in capsys.readouterr().err

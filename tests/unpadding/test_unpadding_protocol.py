@@ -240,7 +240,7 @@ def test_reports(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row | {"nodes": 0} == {
         "batch": "attention_mask", "index": 0, "replaced": True, "reason": "replaced", "nodes": 0, "attentions": 2,
         "of_attentions": 2, "keys_only": 0, "gains": pytest.approx([1, 2, 4, 20 / 3]), "padding": [0, 0.5, 0.75, 0.85],
-        "zero_outputs": [], "rest": "", "capacity": 0,
+        "zero_outputs": [], "rest": "", "capacity": 0, "assumption": "",
     }  # fmt: skip
     html = page.read_text()
     assert "Padding masks" in html
