@@ -6,6 +6,7 @@
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
 #include "cuda/common/status.h"
+#include "cuda/mask/device_copy.h"
 
 namespace stof {
 namespace cuda {
@@ -44,24 +45,8 @@ Status DeviceColumnsEntry::Upload(const KeyColumns& columns, int device) {
 
 Status GetDeviceColumns(const KeyColumns& columns, const RunContext& context,
                         std::shared_ptr<const DeviceColumnsEntry>* entry) {
-  entry->reset();
-  int device = 0;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  STOF_RETURN_IF_ERROR(
-      ToStatus(cudaStreamIsCapturing(static_cast<cudaStream_t>(context.stream), &capture), "state of the stream"));
-  const bool is_captured = capture != cudaStreamCaptureStatusNone;
-  auto known = std::static_pointer_cast<const DeviceColumnsEntry>(columns.on_device().Get());
-  if (known == nullptr || known->device() != device) {
-    if (is_captured) return Status();
-    auto made = std::make_shared<DeviceColumnsEntry>();
-    STOF_RETURN_IF_ERROR(made->Upload(columns, device));
-    columns.on_device().Set(made);
-    known = std::move(made);
-  }
-  if (is_captured && context.keeper != nullptr && !IsOnlyLoading()) context.keeper->Keep(known);
-  *entry = std::move(known);
-  return Status();
+  const auto upload = [&](int device, DeviceColumnsEntry* made) { return made->Upload(columns, device); };
+  return GetDeviceCopy(columns.on_device(), context, upload, entry);
 }
 
 }  // namespace cuda

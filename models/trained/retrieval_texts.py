@@ -22,7 +22,7 @@ PADDING, START = 0, 1
 ANSWER = 2  # letters of a value
 LETTERS = 26
 VOCABULARY = 256
-_SLOT = 8  # bytes of a record, of a query with its answer, and of a run of noise
+_SLOT = 8  # bytes of a record, of a query with its answer, and of noise between them
 _RECORD, _QUERY, _EQUALS, _END, _A = (ord(c) for c in "#?=;a")
 _KINDS = (0.35, 0.65)  # a slot is a record, a query, or noise
 

@@ -87,7 +87,7 @@ class RetrievalModel(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions in the first ROTATED channels of [B, H, S, D]; pairs are halves."""
+    """Rotary positions in the first ROTATED channels of [B, H, S, D]; channel i rotates with channel i + ROTATED / 2."""
     half = ROTATED // 2
     frequencies = ROTARY_BASE ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies

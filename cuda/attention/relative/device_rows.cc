@@ -3,13 +3,12 @@
 
 #include <cuda_runtime.h>
 
-#include <utility>
 #include <vector>
 
 #include "cuda/common/graph_capture.h"
 #include "cuda/common/one_process.h"
 #include "cuda/common/status.h"
-#include "plugins/core/mask/columns/cache_slot.h"
+#include "cuda/mask/device_copy.h"
 
 namespace stof {
 namespace cuda {
@@ -47,23 +46,8 @@ Status GetDeviceRows(const RelativeRows& rows, int64_t queries, int64_t keys, co
                      std::shared_ptr<const DeviceRowsEntry>* entry) {
   entry->reset();
   if (rows.on_device == nullptr) return Status::Error("rows of relative positions have no place for their copy");
-  int device = 0;
-  STOF_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&device), "current device"));
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  STOF_RETURN_IF_ERROR(
-      ToStatus(cudaStreamIsCapturing(static_cast<cudaStream_t>(context.stream), &capture), "state of the stream"));
-  const bool is_captured = capture != cudaStreamCaptureStatusNone;
-  auto known = std::static_pointer_cast<const DeviceRowsEntry>(rows.on_device->Get());
-  if (known == nullptr || known->device() != device) {
-    if (is_captured) return Status();
-    auto made = std::make_shared<DeviceRowsEntry>();
-    STOF_RETURN_IF_ERROR(made->Upload(rows, queries, keys, device));
-    rows.on_device->Set(made);
-    known = std::move(made);
-  }
-  if (is_captured && context.keeper != nullptr && !IsOnlyLoading()) context.keeper->Keep(known);
-  *entry = std::move(known);
-  return Status();
+  const auto upload = [&](int device, DeviceRowsEntry* made) { return made->Upload(rows, queries, keys, device); };
+  return GetDeviceCopy(*rows.on_device, context, upload, entry);
 }
 
 }  // namespace cuda

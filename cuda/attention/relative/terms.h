@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Relative terms of a run: the kernels that prepare their tables, and the parameters of the attention kernel.
+// Relative terms of an attention: the kernels that prepare their tables, and the parameters of the attention kernel.
 #ifndef STOF_CUDA_ATTENTION_RELATIVE_TERMS_H_
 #define STOF_CUDA_ATTENTION_RELATIVE_TERMS_H_
 

@@ -53,8 +53,8 @@ def check_request(spec: SparsitySpec, job: Job, given: Sequence[GivenFeed]) -> N
         )
 
 
-def report_layers(job: Job, spec: SparsitySpec, report: SkipReport, model: onnx.ModelProto) -> None:
-    """Gives the report its rows, before thresholds are calibrated.
+def report_layers(job: Job, spec: SparsitySpec, report: SkipReport, model: onnx.ModelProto) -> tuple[SkipLayer, ...]:
+    """The attentions of the model. The report gets their rows and the thresholds that are stated, before any is calibrated.
 
     Raises:
         ArgumentError: as :func:`stof.skip_scores.layers.find_layers`, and for a plan of another model.
@@ -62,6 +62,7 @@ def report_layers(job: Job, spec: SparsitySpec, report: SkipReport, model: onnx.
     layers = find_layers(model, spec, job.target)
     report.thresholds = _stated_thresholds(job, layers)
     report.rows = [_row_of(x, report.thresholds.get(x.name)) for x in layers]
+    return layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,22 +96,20 @@ def skip_by_score(
         VerifyError: when memory does not suffice, or cosines are below ``--min-cosine``.
     """
     exact = stages[-1].written
-    layers = find_layers(exact, spec, job.target)
-    report.thresholds = _stated_thresholds(job, layers)
-    skipping = [x.name for x in layers if x.clause is not None and not x.reason]
+    layers = report_layers(job, spec, report, exact)
+    skipping = [x.name for x in layers if not x.reason]
     searched = [name for name in skipping if name not in report.thresholds]
-    report.rows = [_row_of(x, report.thresholds.get(x.name)) for x in layers]
     sets = find_sets(job.model, job.prompts, given)
     if sets is None:
         model = put_thresholds(exact, report.thresholds)
         _check_switched_off(job, stages, folder, model, draw_unpadded(find_model_inputs(job, stages)))
         return SkippingModel(model)
-    _check_lengths(sets, report, is_calibrated=bool(searched))
-    report.warnings += _unmeasured(layers, report.thresholds)
-    report.measure = KL if sets.prompts else COSINE
-    calibrating, held_out = sets.halves()
+    calibrating, held_out = sets.split()
     if not searched:
         held_out = list(range(sets.count))
+    _check_lengths(sets, held_out, report, is_calibrated=bool(searched))
+    report.warnings += _unmeasured(layers, report.thresholds)
+    report.measure = KL if sets.prompts else COSINE
     measurement = _Measurement(job, stages, folder, sets, calibrating)
     _find_thresholds(report, measurement, layers, skipping, searched)
     has_patterns = job.sparsity is not None and bool(job.sparsity.patterns)
@@ -220,7 +219,7 @@ def _stated_thresholds(job: Job, layers: Sequence[SkipLayer]) -> dict[str, float
     Raises:
         ArgumentError: when the plan has one of an attention that the model has not, or none of one that skips.
     """
-    skipping = [x for x in layers if x.clause is not None and not x.reason]
+    skipping = [x for x in layers if not x.reason]
     planned = {} if job.plan is None else job.plan.skip_thresholds
     if unknown := sorted(set(planned) - {x.name for x in layers}):
         raise ArgumentError(f"the plan has a threshold of {unknown[0]!r}, and the optimized model no such attention")
@@ -238,8 +237,8 @@ def _row_of(layer: SkipLayer, threshold: float | None, reason: str = "") -> Skip
     return SkippedLayer(layer.name, layer.layer, not reason, reason, c, mass_bound=c / (1 + c))
 
 
-def _check_lengths(sets: MeasuredSets, report: SkipReport, *, is_calibrated: bool) -> None:
-    """Warns of sets in which hardly anything is skipped, and refuses to calibrate on them.
+def _check_lengths(sets: MeasuredSets, held_out: Sequence[int], report: SkipReport, *, is_calibrated: bool) -> None:
+    """Warns of held-out sets in which hardly anything is skipped, and refuses to calibrate where they are such.
 
     Raises:
         ArgumentError: with the length.
@@ -249,7 +248,7 @@ def _check_lengths(sets: MeasuredSets, report: SkipReport, *, is_calibrated: boo
             f"{sets.source}: no integers [B, S] with any S tell the number of keys; below {LEAST_KEYS} the loss proves little"
         )
         return
-    longest = max(sets.lengths[i] for i in sets.halves()[1])
+    longest = max(sets.lengths[i] for i in held_out)
     if longest >= LEAST_KEYS:
         return
     words = f"{sets.source}: the longest that measures the loss has {longest} keys"

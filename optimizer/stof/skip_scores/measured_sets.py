@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What skip by score is calibrated and measured on: the halves of ``--prompts`` or ``--inputs``."""
+"""What skip by score is calibrated and measured on: ``--prompts`` or ``--inputs``, of which a part is held out."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class MeasuredSets:
     prompts: tuple[np.ndarray, ...] = ()
     inputs: tuple[Mapping[str, np.ndarray], ...] = ()
 
-    def halves(self) -> tuple[list[int], list[int]]:
-        """Which sets calibrate, at most 8, and which are held out: in turns, the longest first. Of one both are the same."""
+    def split(self) -> tuple[list[int], list[int]]:
+        """The sets that calibrate, at most 8, and those held out: alternately, the longest first. A single one is both."""
         every = sorted(range(self.count), key=lambda i: -self.lengths[i]) if self.lengths else list(range(self.count))
         return every[::2][:_MOST_SETS], every[1::2] or every
 

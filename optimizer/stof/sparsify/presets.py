@@ -25,7 +25,7 @@ class TrianglePattern(HeadPattern):
     Attributes:
         sink: first keys that all queries attend.
         window: last keys that a query attends, its own among them.
-        last: queries at the end of a run that attend all keys.
+        last: the last queries of a prompt or chunk, which attend all keys.
     """
 
     sink: int = 8

@@ -173,7 +173,7 @@ def _evaluate_real(value: object, distance: np.ndarray) -> np.ndarray:
         match value.kind:
             case "const":
                 return np.full(1, float(args[0]))  # type: ignore[arg-type]
-            case "int" | "rounded":  # half precision, which runs widen
+            case "int" | "rounded":  # the fp32 value: a half-precision graph is executed so
                 return np.asarray(_evaluate_int(_as_int(args[0]), distance), np.float64)
             case "add":
                 return np.asarray(_evaluate_real(args[0], distance) + _evaluate_real(args[1], distance))

@@ -28,7 +28,7 @@ from stof.symbolic.algebra.sizes import evaluate
 
 MIN_LENGTHS = 3
 _TOLERANCE = 0.01  # of a row number, which factors round
-# How far a factor may be from that of a run, which widens half precision: sizes and constants are rounded there alone.
+# The largest relative difference of a factor of a half-precision graph and the one that its nodes give in fp32.
 _ROUNDING: Mapping[int, float] = {TensorProto.FLOAT16: 2.0**-9, TensorProto.BFLOAT16: 2.0**-6}
 _SHORT = (1, 3, 5, 13)
 _LONGER = 8  # times a length: inputs that are subsampled have runs of more positions there
@@ -257,7 +257,7 @@ class _Run:
             raise DoesNotRunError(f"a term does not broadcast to the scores: {error}") from error
 
     def _rounding(self, one: Product) -> float:
-        """The factor of a run over that of a product; 1 unless the graph computes in half precision, which runs widen."""
+        """The factor that the nodes give in fp32 over that of a product; 1 unless the graph computes in half precision."""
         dtype = self.checker.symbolic.dtype(one.table.tensor)
         if dtype not in _ROUNDING:
             return 1.0
