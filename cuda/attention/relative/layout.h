@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The workspace of an attention with relative terms: expanded tables, and products by parts of positions. Plain C++ without a
-// device.
+// The workspace of an attention with relative terms: expanded tables, and products by parts of positions. Plain C++
+// without a device.
 #ifndef STOF_CUDA_ATTENTION_RELATIVE_LAYOUT_H_
 #define STOF_CUDA_ATTENTION_RELATIVE_LAYOUT_H_
 
