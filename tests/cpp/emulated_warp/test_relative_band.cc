@@ -68,20 +68,39 @@ struct Problem {
   }
 };
 
+// The ring of a CTA of kRows queries behind the tile of keys in front of `key`, after the copies for that of `key`.
+// first_row: of the CTA.
+template <int kRows>
+std::vector<unsigned char> FillRing(const Problem& problem, const std::vector<uint16_t>& fragments, int first_row,
+                                    int key) {
+  constexpr int kRing = kRows + 64, kPairBytes = 2 * 16 * kHead;
+  std::vector<unsigned char> ring(static_cast<size_t>(2 * kRing * kHead), 0xff);
+  const auto copy = [&](int from, int to) {
+    for (int row = from; row < to; row += 16) {
+      std::memcpy(&ring[cuda::RingPair<kRing / 16>(row) * kPairBytes], &fragments[static_cast<size_t>(row * kHead)],
+                  kPairBytes);
+    }
+  };
+  const int first = cuda::BandBegin(first_row + kRows - 16, key, problem.S);
+  if (key >= 64) copy(first - 64, first - 64 + kRing);
+  copy(key >= 64 ? first + kRows : first, first + kRing);
+  return ring;
+}
+
 // Adds a term to the scores of 16 kBlocks queries from `row` on and 64 keys from `key` on, and compares all of them.
-template <int kBlocks>
-void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_column) {
+// make_rows(first, lane) gives the window of a lane.
+template <int kBlocks, typename MakeRows>
+void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int key, bool of_keys, bool has_column) {
   cuda::AttentionParams p;
   p.B = p.H = p.G = 1, p.S = problem.S, p.T = problem.T;
   cuda::BandTerm term;
-  term.rows = of_keys ? problem.left_fragments.data() : problem.fragments.data();
   if (has_column) term.column = problem.column.data();
   std::atomic<int> blocks_of_keys{0};
   std::vector<float> got(static_cast<size_t>(16 * kBlocks * 64));
   emulated::Warp::Run([&](int lane) {
     const cuda::RelativeScores<kBlocks> scores(p, 0, 0, row, key, lane);
     const int first = scores.First(), g = lane / 4, t = lane % 4;
-    const uint32_t* const rows = cuda::WindowRows<kPairs>(term, 0, first, lane);
+    const auto rows = make_rows(first, lane);
     const auto pair = [](const std::vector<float>& x, int of, int d) {
       return Word(x[static_cast<size_t>(of * kHead + d)], x[static_cast<size_t>(of * kHead + d + 1)]);
     };
@@ -144,6 +163,26 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_
             1000.0f + term_of_pair);
     }
   }
+}
+
+template <int kBlocks>
+void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_column) {
+  const std::vector<uint16_t>& fragments = of_keys ? problem.left_fragments : problem.fragments;
+  cuda::BandTerm term;
+  term.rows = fragments.data();
+  const auto in_memory = [&term](int first, int lane) {
+    return cuda::GlobalWindow<kHead>(cuda::WindowRows<kPairs>(term, 0, first, lane));
+  };
+  CheckTileOf<kBlocks>(in_memory, problem, row, key, of_keys, has_column);
+  constexpr int kRows = 64 * kBlocks;
+  constexpr uint32_t kRing = 32;  // its address
+  std::vector<unsigned char> shared = FillRing<kRows>(problem, fragments, row / kRows * kRows, key);
+  shared.insert(shared.begin(), kRing, 0xff);
+  emulated::SharedMemory() = shared.data();
+  const auto in_ring = [](int first, int lane) {
+    return cuda::RingWindow<kHead, (kRows + 64) / 16>(kRing, first, lane);
+  };
+  CheckTileOf<kBlocks>(in_ring, problem, row, key, of_keys, has_column);
 }
 
 TEST(RelativeBandsOfTiles) {
@@ -426,6 +465,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
     const int g = lane / 4, t = lane % 4;
     float s[1][8][4] = {};
     const cuda::RelativeScores<1> scores(p, 0, static_cast<int>(h), row0, key0, lane);
+    const cuda::GlobalWindow<kHead> rows(cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane));
     if (!own.is_band) {
       for (int row = 0; row < N; row += 16) cuda::MultiplyPartRows<EmulatedBf16>(multiply, h, row, lane);
       emulated::Warp::Current()->Sync();
@@ -439,8 +479,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
       const auto nothing = [](int, int, const uint32_t (&)[4]) {};
       scores.AddKeyBand(
           [&](int j, float (&z)[2][2][4]) {
-            cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), j, read_keys, nothing, z);
+            cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(rows, j, read_keys, nothing, z);
           },
           s);
     } else {
@@ -450,10 +489,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
         }
       };
       scores.AddQueryBand(
-          [&](int u, float (&y)[1][2][4]) {
-            cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), u, read_queries, y);
-          },
+          [&](int u, float (&y)[1][2][4]) { cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(rows, u, read_queries, y); },
           s);
     }
     if (own.is_band && own.has_column) {
