@@ -277,7 +277,9 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   __device__ __forceinline__ void Scores(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   // cuda/attention/sm80/relative.cuh
   __device__ __forceinline__ void FetchRelativeRows(int tile, bool follows) const;
+  template <bool kInRing>
   __device__ __forceinline__ void FetchRelativeRows(const BandTerm& term, int first, int from, uint32_t ring) const;
+  template <bool kInRing>
   __device__ __forceinline__ auto RelativeRows(const BandTerm& term, int first, int lane, uint32_t ring) const;
   __device__ __forceinline__ bool AddRelativeTerms(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
@@ -403,20 +405,19 @@ int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, in
   Sm80ParamsOf<kRelative> copy;
   copy.attention = params;
   copy.stages = stages;
-  int bands = 0;
+  int rings = 0;
   if constexpr (kRelative) {
     copy.relative = relative;
-    for (const RelativeTerm* term : {&relative.key[0], &relative.key[1], &relative.query}) {
-      bands += term->band.rows != nullptr ? 1 : 0;
-    }
+    rings = (relative.key[0].band.rows != nullptr ? 1 : 0) + (relative.query.band.rows != nullptr ? 1 : 0);
+    if (relative.key[1].band.rows != nullptr && R::HasRing(true)) ++rings;
     // Launches have different sizes, and the first one would limit all others.
     const int loaded = LoadKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-        R::SharedBytes(stages, R::kMostBands));
+        R::SharedBytes(stages, R::kMostRings));
     if (loaded != 0) return loaded;
   }
   const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
   return LaunchKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-      copy, static_cast<unsigned>(items), S::kThreads, R::SharedBytes(stages, bands), stream);
+      copy, static_cast<unsigned>(items), S::kThreads, R::SharedBytes(stages, rings), stream);
 }
 
 }  // namespace cuda

@@ -17,19 +17,20 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
   if (tile < 0) return;
   const int first = BandBegin(row0_ + S::kM - kBandQueries, tile * S::kN, p_.S);
   uint32_t ring = base_ + R::RingsBegin();
-  const auto fetch = [&](const BandTerm& term) {
+  const auto fetch = [&](const BandTerm& term, auto in_ring) {
     if (term.rows == nullptr) return;
-    FetchRelativeRows(term, first, follows ? S::kM : 0, ring);
-    ring += R::kRingBytes;
+    FetchRelativeRows<in_ring.value>(term, first, follows ? S::kM : 0, ring);
+    if constexpr (in_ring.value) ring += R::kRingBytes;
   };
-  fetch(this->relative.key[0].band);
-  fetch(this->relative.key[1].band);
-  fetch(this->relative.query.band);
+  fetch(this->relative.key[0].band, std::bool_constant<R::HasRing(false)>());
+  fetch(this->relative.key[1].band, std::bool_constant<R::HasRing(true)>());
+  fetch(this->relative.query.band, std::bool_constant<R::HasRing(false)>());
 }
 
-// Rows from first + from on, to the ring. Without rings, and of columns: copies of 4 bytes of each sector, through L1,
+// Rows from first + from on, to the ring. Without one, and of columns: copies of 4 bytes of each sector, through L1,
 // to memory that is not read. Loads then may find them in L1.
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+template <bool kInRing>
 __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::FetchRelativeRows(
     const BandTerm& term, int first, int from, uint32_t ring) const {
   constexpr int kRowBytes = 2 * kHead, kSector = 32, kWindow = R::kRingRows;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
   const char* const rows = static_cast<const char*>(term.rows) + h_ * term.row_stride_h + int64_t{first} * kRowBytes;
 #pragma unroll 1
   for (int row = from; row < kWindow; row += S::kN) {
-    if constexpr (R::kHasRings) {
+    if constexpr (kInRing) {
       constexpr int kBytes = S::kN * kRowBytes;
       const uint32_t pair = RingPair<kWindow / kBandQueries>(first + row);
       const uint32_t to = ring + pair * (kBandQueries * kRowBytes) + 16 * threadIdx.x;
@@ -60,9 +61,10 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 
 // The rows of a window that begins with expanded row `first`.
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+template <bool kInRing>
 __device__ __forceinline__ auto Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::RelativeRows(
     const BandTerm& term, int first, int lane, uint32_t ring) const {
-  if constexpr (R::kHasRings) {
+  if constexpr (kInRing) {
     return RingWindow<kHead, R::kRingRows / kBandQueries>(ring, first, lane);
   } else {
     return GlobalWindow<kHead>(WindowRows<kHead / 32>(term, h_, first, lane));
@@ -89,16 +91,22 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       ReadQueries(k, q);
     }
   };
+  const auto add_queries = [&](const auto& rows) {
+    scores.AddQueryBand(
+        [&](int u, float (&x)[S::kBlocks][2][4]) { MultiplyQueries<T, kHead, S::kBlocks>(rows, u, read_queries, x); },
+        s);
+  };
   uint32_t ring = base_ + R::RingsBegin();
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const RelativeTerm& term = this->relative.key[i];
     if (term.band.rows != nullptr) {
-      const auto rows = RelativeRows(term.band, first, lane, ring);
-      ring += R::kRingBytes;
-      scores.AddQueryBand(
-          [&](int u, float (&x)[S::kBlocks][2][4]) { MultiplyQueries<T, kHead, S::kBlocks>(rows, u, read_queries, x); },
-          s);
+      if (R::HasRing(true) == R::HasRing(false) || i == 0) {
+        add_queries(RelativeRows<R::HasRing(false)>(term.band, first, lane, ring));
+        if constexpr (R::HasRing(false)) ring += R::kRingBytes;
+      } else {
+        add_queries(RelativeRows<false>(term.band, first, lane, ring));
+      }
     }
     if (term.band.column != nullptr) scores.AddColumn(WindowColumn(term.band, h_, first), s);
     if (term.part.products != nullptr) scores.AddParts(term.part, false, 1.0f, s);
@@ -120,7 +128,7 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
     }
   };
-  const auto rows = RelativeRows(term.band, first, lane, ring);
+  const auto rows = RelativeRows<R::HasRing(false)>(term.band, first, lane, ring);
   scores.AddKeyBand(
       [&](int j, float (&z)[S::kBlocks + 1][2][4]) {
         MultiplyKeys<T, kHead, S::kBlocks>(rows, j, read_keys, multiply_queries, z);

@@ -53,15 +53,15 @@ template <int kHead, bool kScoreMod, int kRows, bool kRelative>
 constexpr int Sm80Ctas =
     kRelative && Sm80Shape<kHead, kScoreMod, kRows>::kCtas > 3 ? 3 : Sm80Shape<kHead, kScoreMod, kRows>::kCtas;
 
-// Shared memory of kernels with relative terms. Heads up to 64 keep the expanded rows that a tile reads in rings: loads
-// from L1 missed it too often (docs/lab/cuda-experiments.md). Keys then have one buffer, and values have the memory of
-// the queries, which are in registers.
+// Shared memory of kernels with relative terms. Heads up to 128 keep the expanded rows that a tile reads in rings:
+// loads from L1 missed it too often (docs/lab/cuda-experiments.md). Keys then have one buffer, and values have the
+// memory of the queries, which are in registers. Above 64, 99 KiB hold two rings: relative_key1 has none.
 template <int kHead, bool kScoreMod, int kRows, bool kRelative>
 struct Sm80RelativeShape {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
-  static constexpr bool kHasRings = kRelative && kHead <= 64;
+  static constexpr bool kHasRings = kRelative && !S::kLargeHead;
   static constexpr int kStages = kHasRings ? 1 : S::kStages;
-  static constexpr int kMostBands = 3;
+  static constexpr int kMostRings = kHead <= 64 ? 3 : 2;
   static constexpr int kRingRows = S::kM + S::kN;
   static constexpr int kRingBytes = kHasRings ? 2 * kRingRows * kHead : 0;
   // In front of the rings are 4 bytes a thread, which prefetches write to.
@@ -69,8 +69,10 @@ struct Sm80RelativeShape {
     return kHasRings ? 2 * (S::kM * kHead + S::kStage) : S::SharedBytes(stages);
   }
   STOF_HD static constexpr int RingsBegin() { return PrefetchBegin(kStages) + 4 * S::kThreads; }
-  STOF_HD static constexpr int SharedBytes(int stages, int bands) {
-    return kRelative ? PrefetchBegin(stages) + 4 * S::kThreads + bands * kRingBytes : S::SharedBytes(stages);
+  // Whether a band has a ring.
+  STOF_HD static constexpr bool HasRing(bool is_second_key) { return kHasRings && (kMostRings == 3 || !is_second_key); }
+  STOF_HD static constexpr int SharedBytes(int stages, int rings) {
+    return kRelative ? PrefetchBegin(stages) + 4 * S::kThreads + rings * kRingBytes : S::SharedBytes(stages);
   }
 };
 

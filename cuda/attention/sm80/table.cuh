@@ -19,7 +19,7 @@ constexpr Sm80CtaSize MakeSm80CtaSize() {
   size.ctas_per_sm = Sm80Ctas<kHead, kScoreMod, kRows, kRelative>;
   size.most_stages = R::kStages;
   for (int stages = 0; stages <= R::kStages; ++stages) {
-    size.shared_bytes[stages] = R::SharedBytes(stages, R::kMostBands);
+    size.shared_bytes[stages] = R::SharedBytes(stages, R::kMostRings);
   }
   size.launch = LaunchSm80<kHead, T, kScoreMod, kRows, kRelative>;
   return size;
