@@ -392,6 +392,7 @@ __global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
   extern __shared__ __align__(128) unsigned char shared[];
   T* const memory = reinterpret_cast<T*>(shared);
   if constexpr (kRelative) {
+    WaitForPrevious();  // it started under the kernel that prepares the tables
     Sm80Attention<kHead, T, kScoreMod, kRows, true>(params.attention, {params.relative}, params.stages, memory).Run();
   } else {
     Sm80Attention<kHead, T, kScoreMod, kRows, false>(params.attention, {}, params.stages, memory).Run();
@@ -406,6 +407,7 @@ int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, in
   copy.attention = params;
   copy.stages = stages;
   int rings = 0;
+  bool early = false;
   if constexpr (kRelative) {
     copy.relative = relative;
     rings = (relative.key[0].band.rows != nullptr ? 1 : 0) + (relative.query.band.rows != nullptr ? 1 : 0);
@@ -414,10 +416,11 @@ int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, in
     const int loaded = LoadKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
         R::SharedBytes(stages, R::kMostRings));
     if (loaded != 0) return loaded;
+    early = CanStartEarly<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>();
   }
   const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
   return LaunchKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-      copy, static_cast<unsigned>(items), S::kThreads, R::SharedBytes(stages, rings), stream);
+      copy, static_cast<unsigned>(items), S::kThreads, R::SharedBytes(stages, rings), stream, early);
 }
 
 }  // namespace cuda
