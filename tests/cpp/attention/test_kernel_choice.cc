@@ -296,7 +296,7 @@ TEST(KernelChoicePicksSizesOfCtas) {
   CHECK(relative_size(64, 100, large) == "128 rows, 1 stages", relative_size(64, 100, large));
   CHECK(relative_size(64, 128, large) == "128 rows, 1 stages", relative_size(64, 128, large));
   CHECK(relative_size(64, 128, large, true) == "64 rows, 1 stages", relative_size(64, 128, large, true));
-  CHECK(relative_size(96, 999, large) == "64 rows, 2 stages", relative_size(96, 999, large));
+  CHECK(relative_size(96, 999, large) == "64 rows, 1 stages", relative_size(96, 999, large));
   CHECK(relative_size(256, 999, large) == "64 rows, 1 stages", relative_size(256, 999, large));
   CHECK(relative_size(256, 1, small) == "64 rows, 1 stages", relative_size(256, 1, small));
   CHECK(relative_size(256, 1, Device(48, 48)) == "none", relative_size(256, 1, Device(48, 48)));
