@@ -44,6 +44,13 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t
                : "r"(address));
 }
 
+// 16 bytes.
+__device__ __forceinline__ void LoadShared(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
 // c[16 x 8] += a[16 x 16] · b[16 x 8], fp32 accumulators.
 template <typename T>
 __device__ __forceinline__ void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

@@ -51,6 +51,19 @@ STOF_HD constexpr int64_t FragmentIndex(int64_t block, int pair, int pairs, int 
 STOF_HD constexpr int LeftFragmentRow(int lane, int i) { return lane / 4 + i / 2 % 2 * 8; }
 STOF_HD constexpr int LeftFragmentColumn(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
+// ---- rings in shared memory ----
+// Rows of neighbouring tiles overlap: a ring of kPairs pairs of blocks has row r in pair r / 16 % kPairs.
+template <int kPairs>
+STOF_HD constexpr uint32_t RingPair(int row) {
+  return static_cast<uint32_t>(row) / kBandQueries % kPairs;
+}
+// The same pair, of one that is less than 2 kPairs.
+template <int kPairs>
+STOF_HD constexpr uint32_t NextInRing(uint32_t pair) {
+  if (kPairs % 2 == 0 && (kPairs & (kPairs - 1)) == 0) return pair & (kPairs - 1);
+  return pair < kPairs ? pair : pair - kPairs;
+}
+
 // ---- products of queries: accumulators have queries as rows and expanded rows as columns ----
 // Lane 4 g + t has columns 2 t and 2 t + 1 of rows g and g + 8. For block j of 8 keys, row g + 8 reads blocks j and j +
 // 1 of the band, row g reads blocks j + 1 and j + 2: 8 - g columns behind the first column of the first of the two.

@@ -27,6 +27,7 @@ int64_t CountExpandCtas(const ExpandParams& p) {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) ExpandKernel(const __grid_constant__ ExpandTables tables) {
+  LetNextStart();
   const int cta = static_cast<int>(blockIdx.x);
   const int i = cta < tables.ctas[0] ? 0 : cta < tables.ctas[1] ? 1 : 2;
   const ExpandParams& p = tables.table[i];
@@ -40,6 +41,7 @@ constexpr int kRowsOfCta = kThreads / 32 * 16;  // 16 of a warp
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) PartProductKernel(const __grid_constant__ PartProductParams p) {
+  LetNextStart();
   const int ctas = (p.N + kRowsOfCta - 1) / kRowsOfCta;
   const int64_t items = int64_t{p.B} * p.H * ctas;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;

@@ -11,10 +11,40 @@
 namespace stof {
 namespace cuda {
 
+// The lane's fragments of a window in global memory. Read(u, i, r) sets r to fragment i of pair u: fragments are in the
+// order of memory, head size / 16 a pair.
+template <int kHead>
+class GlobalWindow {
+ public:
+  // first: as WindowRows gives.
+  __device__ __forceinline__ explicit GlobalWindow(const uint32_t* first) : first_(first) {}
+  __device__ __forceinline__ void Read(int u, int i, uint32_t (&r)[4]) const {
+    LoadConstant(r, first_ + 4 * FragmentIndex(u, i, kHead / 16, 0));
+  }
+
+ private:
+  const uint32_t* const first_;
+};
+
+// The same in a ring of kPairs pairs in shared memory (band.h).
+template <int kHead, int kPairs>
+class RingWindow {
+ public:
+  __device__ __forceinline__ RingWindow(uint32_t ring, int first, int lane)
+      : ring_(ring + 16 * static_cast<uint32_t>(lane)), first_(RingPair<kPairs>(first)) {}
+  __device__ __forceinline__ void Read(int u, int i, uint32_t (&r)[4]) const {
+    const uint32_t pair = NextInRing<kPairs>(first_ + static_cast<uint32_t>(u));
+    LoadShared(r, ring_ + pair * (2 * kBandQueries * kHead) + 512 * static_cast<uint32_t>(i));
+  }
+
+ private:
+  const uint32_t ring_, first_;
+};
+
 // Products of 16 kBlocks queries and a pair of blocks of expanded rows. read_queries(k, q) sets q to the fragments of
 // k-step k.
-template <typename T, int kHead, int kBlocks, typename ReadQueries>
-__device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, int u, ReadQueries read_queries,
+template <typename T, int kHead, int kBlocks, typename Rows, typename ReadQueries>
+__device__ __forceinline__ void MultiplyQueries(const Rows& rows, int u, ReadQueries read_queries,
                                                 float (&x)[kBlocks][2][4]) {
   using Scores = RelativeScores<kBlocks>;
   constexpr int kPairs = kHead / 32, kAtOnce = kHead <= 128 ? kPairs : 1;
@@ -26,8 +56,8 @@ __device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, int u, Rea
 #pragma unroll kAtOnce
   for (int k = 0; k < kPairs; ++k) {
     uint32_t low[4], high[4], q[kBlocks][4];
-    LoadConstant(low, rows + 4 * FragmentIndex(2 * u, k, kPairs, 0));
-    LoadConstant(high, rows + 4 * FragmentIndex(2 * u + 1, k, kPairs, 0));
+    rows.Read(u, k, low);
+    rows.Read(u, kPairs + k, high);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       read_queries(2 * k + step, q);
@@ -44,8 +74,8 @@ __device__ __forceinline__ void MultiplyQueries(const uint32_t* rows, int u, Rea
 // Products of kBlocks + 1 pairs of blocks of expanded rows, from block j on, and of blocks j and j + 1 of 8 keys.
 // read_keys(k, j, b) sets b to the fragments of k-step k; with_keys(k, j, b) is called with them. Neighbouring blocks
 // of keys share pairs, which the compiler keeps in registers.
-template <typename T, int kHead, int kBlocks, typename ReadKeys, typename WithKeys>
-__device__ __forceinline__ void MultiplyKeys(const uint32_t* rows, int j, ReadKeys read_keys, WithKeys with_keys,
+template <typename T, int kHead, int kBlocks, typename Rows, typename ReadKeys, typename WithKeys>
+__device__ __forceinline__ void MultiplyKeys(const Rows& rows, int j, ReadKeys read_keys, WithKeys with_keys,
                                              float (&z)[kBlocks + 1][2][4]) {
   constexpr int kSteps = kHead / 16, kAtOnce = kHead <= 128 ? kSteps : 2;
 #pragma unroll
@@ -60,7 +90,7 @@ __device__ __forceinline__ void MultiplyKeys(const uint32_t* rows, int j, ReadKe
 #pragma unroll
     for (int u = 0; u <= kBlocks; ++u) {
       uint32_t a[4];
-      LoadConstant(a, rows + 4 * FragmentIndex(j + 2 * u, k, kHead / 32, 0));
+      rows.Read(j / 2 + u, k, a);
       Mma<T>(z[u][0], a, keys[0], keys[1]);
       Mma<T>(z[u][1], a, keys[2], keys[3]);
     }

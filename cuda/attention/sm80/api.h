@@ -18,8 +18,9 @@ struct Sm80Code : KernelCode {
   Sm80CtaSize whole;  // CTAs of a tile
 };
 
-// Sets rows and stages of a plan. Of params, B, H and S count. False: the device has too little shared memory.
-bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& device, AttentionPlan* plan);
+// Sets rows and stages of a plan. Of params, B, H and S count. has_parts: a relative term is one of parts of positions.
+// False: the device has too little shared memory.
+bool ChooseSm80Size(const AttentionParams& params, bool has_parts, const DeviceProperties& device, AttentionPlan* plan);
 
 extern const KernelFamily kSm80Family;
 

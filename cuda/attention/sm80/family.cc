@@ -29,24 +29,27 @@ int CountStages(const CtaSize& size, int ctas, const DeviceProperties& device) {
 }
 
 // Whether CTAs of half a tile are faster: there are few tiles for an SM (docs/lab/cuda-experiments.md, "8.0, fp32, row
-// by row").
-bool PrefersHalfTiles(int head_size, const AttentionParams& p, const DeviceProperties& device) {
+// by row"). Lookups of products by parts of positions want the more warps that such CTAs have on an SM.
+bool PrefersHalfTiles(int head_size, const AttentionParams& p, bool has_parts, const DeviceProperties& device) {
   // Tests run both sizes.
   static const std::string_view rows = ReadVariableOr(Variable::kCudaSm80Rows, std::string_view());
   if (!rows.empty()) return rows == "64";
+  if (has_parts) return true;
   const int64_t most = head_size <= 64 ? 3 : 1;  // tiles an SM
   return int64_t{p.B} * p.H * ((p.S + kTileRows - 1) / kTileRows) <= most * device.sm_count;
 }
 
 Status Plan(AttentionJob* job, AttentionPlan* plan) {
   STOF_RETURN_IF_ERROR(job->PrepareTiled());
+  bool has_parts = false;
   if (job->problem().has_relative_terms) {
     STOF_RETURN_IF_ERROR(job->GetRelativeRows());
     RelativeLayout layout;
     STOF_RETURN_IF_ERROR(PlanRelative(job->args(), plan->kernel->head_size, &layout));
     plan->workspace = static_cast<size_t>(layout.bytes);
+    for (const RelativeTermLayout& term : layout.terms) has_parts = has_parts || (term.is_given && !term.is_band);
   }
-  if (ChooseSm80Size(job->params(), job->device(), plan)) return Status();
+  if (ChooseSm80Size(job->params(), has_parts, job->device(), plan)) return Status();
   return Status::Error("the device has too little shared memory for head size " +
                        std::to_string(plan->kernel->head_size));
 }
@@ -85,7 +88,8 @@ constexpr KernelFamily MakeFamily() {
 
 }  // namespace
 
-bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& device, AttentionPlan* plan) {
+bool ChooseSm80Size(const AttentionParams& params, bool has_parts, const DeviceProperties& device,
+                    AttentionPlan* plan) {
   const auto& code = plan->kernel->code_as<Sm80Code>();
   const auto take = [plan](const CtaSize& size, int stages) {
     plan->rows = size.rows, plan->stages = stages;
@@ -94,7 +98,7 @@ bool ChooseSm80Size(const AttentionParams& params, const DeviceProperties& devic
   constexpr int kSmallHead = 128;  // up to here all stages fit every device
   const int head_size = plan->kernel->head_size;
   if (head_size <= kSmallHead) {
-    const bool is_half = code.whole.rows == 0 || PrefersHalfTiles(head_size, params, device);
+    const bool is_half = code.whole.rows == 0 || PrefersHalfTiles(head_size, params, has_parts, device);
     const CtaSize& size = is_half ? code.half : code.whole;
     return take(size, size.most_stages);
   }

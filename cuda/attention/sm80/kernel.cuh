@@ -31,6 +31,7 @@ namespace cuda {
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 class Sm80Attention : private RelativeParamsOf<kRelative> {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
+  using R = Sm80RelativeShape<kHead, kScoreMod, kRows, kRelative>;
   static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
   static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
   static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
@@ -40,7 +41,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   __device__ Sm80Attention(const AttentionParams& p, const RelativeParamsOf<kRelative>& relative, int stages, T* shared)
       : RelativeParamsOf<kRelative>(relative),
         p_(p),
-        stages_(S::kLargeHead ? stages : S::kStages),
+        stages_(S::kLargeHead ? stages : R::kStages),
         shared_(shared),
         base_(SharedAddress(shared)) {
     const int sub_tile = static_cast<int>(blockIdx.x) % S::kCtasPerTile,
@@ -134,6 +135,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   // Addresses in shared memory.
   __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
   __device__ __forceinline__ uint32_t Values(int stage) const {
+    if constexpr (R::kHasRings) return base_;
     if constexpr (S::kLargeHead) return Keys(stages_);
     return Keys(S::kStages + stage);
   }
@@ -156,8 +158,8 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   }
   // Called after the copies of the first KV tile were issued, which may still be in flight.
   __device__ void KeepQueriesInRegisters() {
-    static_assert(S::kStages == 2, "copies of keys and of values are two groups");
-    WaitCopies<2>();
+    static_assert(R::kHasRings || S::kStages == 2, "copies of keys and of values are two groups");
+    WaitCopies<R::kHasRings ? 1 : 2>();
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
@@ -185,9 +187,9 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   __device__ void ProcessTiles(bool unmasked) {
     int i = begin_;
     KvTile entry = Next(&i, unmasked);
-    if constexpr (kRelative) PrefetchRelativeRows(entry.tile, false);
+    if constexpr (kRelative) FetchRelativeRows(entry.tile, false);
     FetchKeys(entry.tile, 0);
-    if constexpr (S::kStages == 2) FetchValues(entry.tile, 0);
+    if constexpr (R::kStages == 2) FetchValues(entry.tile, 0);
     if constexpr (S::kQueriesInRegisters) {
       if (!unmasked) KeepQueriesInRegisters();
     }
@@ -195,10 +197,10 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
     while (entry.tile >= 0) {
       const KvTile next = Next(&i, unmasked);
       float s[S::kBlocks][kColumns][4];
-      if constexpr (S::kStages == 2) {
+      if constexpr (R::kStages == 2) {
         WaitCopies<0>();
         __syncthreads();
-        if constexpr (kRelative) PrefetchRelativeRows(next.tile, next.tile == entry.tile + 1);
+        if constexpr (kRelative) FetchRelativeRows(next.tile, next.tile == entry.tile + 1);
         FetchKeys(next.tile, stage ^ 1);
         FetchValues(next.tile, stage ^ 1);
         Scores(entry.tile, Keys(stage), s);
@@ -215,9 +217,10 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
         Scores(entry.tile, Keys(0), s);
         WaitCopies<0>();
         __syncthreads();
-        if constexpr (kRelative) PrefetchRelativeRows(next.tile, next.tile == entry.tile + 1);
+        if constexpr (kRelative) FetchRelativeRows(next.tile, next.tile == entry.tile + 1);
         FetchKeys(next.tile, 0);
         Bits bits;
+        if constexpr (S::kEarlyMask) FetchBits(entry, &bits);
         ApplyMaskAndBias(entry, &bits, unmasked, s);
         const bool subtracted = RaiseMax(s);
         AddValues(Values(0), subtracted, s);
@@ -273,7 +276,11 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   // cuda/attention/sm80/relative.cuh
-  __device__ __forceinline__ void PrefetchRelativeRows(int tile, bool follows) const;
+  __device__ __forceinline__ void FetchRelativeRows(int tile, bool follows) const;
+  template <bool kInRing>
+  __device__ __forceinline__ void FetchRelativeRows(const BandTerm& term, int first, int from, uint32_t ring) const;
+  template <bool kInRing>
+  __device__ __forceinline__ auto RelativeRows(const BandTerm& term, int first, int lane, uint32_t ring) const;
   __device__ __forceinline__ bool AddRelativeTerms(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
   __device__ __forceinline__ void ApplyMaskAndBias(const KvTile& entry, Bits* bits, bool unmasked,
                                                    float (&s)[S::kBlocks][kColumns][4]);
@@ -385,6 +392,7 @@ __global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
   extern __shared__ __align__(128) unsigned char shared[];
   T* const memory = reinterpret_cast<T*>(shared);
   if constexpr (kRelative) {
+    WaitForPrevious();  // it started under the kernel that prepares the tables
     Sm80Attention<kHead, T, kScoreMod, kRows, true>(params.attention, {params.relative}, params.stages, memory).Run();
   } else {
     Sm80Attention<kHead, T, kScoreMod, kRows, false>(params.attention, {}, params.stages, memory).Run();
@@ -394,14 +402,25 @@ __global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, int stages, void* stream) {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
+  using R = Sm80RelativeShape<kHead, kScoreMod, kRows, kRelative>;
   Sm80ParamsOf<kRelative> copy;
   copy.attention = params;
   copy.stages = stages;
-  if constexpr (kRelative) copy.relative = relative;
+  int rings = 0;
+  bool early = false;
+  if constexpr (kRelative) {
+    copy.relative = relative;
+    rings = (relative.key[0].band.rows != nullptr ? 1 : 0) + (relative.query.band.rows != nullptr ? 1 : 0);
+    if (relative.key[1].band.rows != nullptr && R::HasRing(true)) ++rings;
+    // Launches have different sizes, and the first one would limit all others.
+    const int loaded = LoadKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
+        R::SharedBytes(stages, R::kMostRings));
+    if (loaded != 0) return loaded;
+    early = CanStartEarly<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>();
+  }
   const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
   return LaunchKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-      copy, static_cast<unsigned>(items), S::kThreads, Sm80SharedBytes<kHead, kScoreMod, kRows, kRelative>(stages),
-      stream);
+      copy, static_cast<unsigned>(items), S::kThreads, R::SharedBytes(stages, rings), stream, early);
 }
 
 }  // namespace cuda

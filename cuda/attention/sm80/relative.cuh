@@ -10,33 +10,65 @@
 namespace stof {
 namespace cuda {
 
-// The rows come with the keys: copies of 4 bytes of each sector, through L1, to memory that is not read. Loads then
-// find them in L1. A tile that follows the one before it shares all but its last rows.
+// The rows come with the keys. A tile that follows the one before it shares all but its last rows.
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::PrefetchRelativeRows(
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::FetchRelativeRows(
     int tile, bool follows) const {
   if (tile < 0) return;
-  constexpr int kSector = 32, kWindow = S::kM + S::kN;  // bytes, expanded rows
-  const int shared_rows = follows ? S::kM : 0;
   const int first = BandBegin(row0_ + S::kM - kBandQueries, tile * S::kN, p_.S);
-  const uint32_t to = base_ + S::SharedBytes(S::kLargeHead ? stages_ : S::kStages) + 4 * threadIdx.x;
-  const auto prefetch = [&](const BandTerm& term) {
+  uint32_t ring = base_ + R::RingsBegin();
+  const auto fetch = [&](const BandTerm& term, auto in_ring) {
     if (term.rows == nullptr) return;
-    const char* const rows = static_cast<const char*>(term.rows) + h_ * term.row_stride_h + int64_t{first} * kHead * 2;
+    FetchRelativeRows<in_ring.value>(term, first, follows ? S::kM : 0, ring);
+    if constexpr (in_ring.value) ring += R::kRingBytes;
+  };
+  fetch(this->relative.key[0].band, std::bool_constant<R::HasRing(false)>());
+  fetch(this->relative.key[1].band, std::bool_constant<R::HasRing(true)>());
+  fetch(this->relative.query.band, std::bool_constant<R::HasRing(false)>());
+}
+
+// Rows from first + from on, to the ring. Without one, and of columns: copies of 4 bytes of each sector, through L1,
+// to memory that is not read. Loads then may find them in L1.
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+template <bool kInRing>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::FetchRelativeRows(
+    const BandTerm& term, int first, int from, uint32_t ring) const {
+  constexpr int kRowBytes = 2 * kHead, kSector = 32, kWindow = R::kRingRows;
+  const int thread = static_cast<int>(threadIdx.x);
+  const uint32_t unread = base_ + R::PrefetchBegin(stages_) + 4 * threadIdx.x;
+  const char* const rows = static_cast<const char*>(term.rows) + h_ * term.row_stride_h + int64_t{first} * kRowBytes;
 #pragma unroll 1
-    for (int row = shared_rows; row < kWindow; row += S::kN) {
+  for (int row = from; row < kWindow; row += S::kN) {
+    if constexpr (kInRing) {
+      constexpr int kBytes = S::kN * kRowBytes;
+      const uint32_t pair = RingPair<kWindow / kBandQueries>(first + row);
+      const uint32_t to = ring + pair * (kBandQueries * kRowBytes) + 16 * threadIdx.x;
 #pragma unroll
-      for (int i = 0; i < 2 * S::kN * kHead / (S::kThreads * kSector); ++i) {
-        CopyAsync4(to, rows + row * kHead * 2 + (i * S::kThreads + static_cast<int>(threadIdx.x)) * kSector);
+      for (int i = 0; i < kBytes / (16 * S::kThreads); ++i) {
+        CopyAsync16(to + 16 * i * S::kThreads, rows + row * kRowBytes + 16 * (i * S::kThreads + thread));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < S::kN * kRowBytes / (S::kThreads * kSector); ++i) {
+        CopyAsync4(unread, rows + row * kRowBytes + (i * S::kThreads + thread) * kSector);
       }
     }
-    if (term.column == nullptr) return;
-    const int at = shared_rows + static_cast<int>(threadIdx.x) * (kSector / 4);
-    if (at < kWindow) CopyAsync4(to, term.column + h_ * term.column_stride_h + first + at);
-  };
-  prefetch(this->relative.key[0].band);
-  prefetch(this->relative.key[1].band);
-  prefetch(this->relative.query.band);
+  }
+  if (term.column == nullptr) return;
+  const int at = from + thread * (kSector / 4);
+  if (at < kWindow) CopyAsync4(unread, term.column + h_ * term.column_stride_h + first + at);
+}
+
+// The rows of a window that begins with expanded row `first`.
+template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+template <bool kInRing>
+__device__ __forceinline__ auto Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::RelativeRows(
+    const BandTerm& term, int first, int lane, uint32_t ring) const {
+  if constexpr (kInRing) {
+    return RingWindow<kHead, R::kRingRows / kBandQueries>(ring, first, lane);
+  } else {
+    return GlobalWindow<kHead>(WindowRows<kHead / 32>(term, h_, first, lane));
+  }
 }
 
 // Gives whether it has added Q Kᵀ, too: with products of keys, whose operands it reads.
@@ -59,14 +91,22 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       ReadQueries(k, q);
     }
   };
+  const auto add_queries = [&](const auto& rows) {
+    scores.AddQueryBand(
+        [&](int u, float (&x)[S::kBlocks][2][4]) { MultiplyQueries<T, kHead, S::kBlocks>(rows, u, read_queries, x); },
+        s);
+  };
+  uint32_t ring = base_ + R::RingsBegin();
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const RelativeTerm& term = this->relative.key[i];
     if (term.band.rows != nullptr) {
-      const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
-      scores.AddQueryBand(
-          [&](int u, float (&x)[S::kBlocks][2][4]) { MultiplyQueries<T, kHead, S::kBlocks>(rows, u, read_queries, x); },
-          s);
+      if (R::HasRing(true) == R::HasRing(false) || i == 0) {
+        add_queries(RelativeRows<R::HasRing(false)>(term.band, first, lane, ring));
+        if constexpr (R::HasRing(false)) ring += R::kRingBytes;
+      } else {
+        add_queries(RelativeRows<false>(term.band, first, lane, ring));
+      }
     }
     if (term.band.column != nullptr) scores.AddColumn(WindowColumn(term.band, h_, first), s);
     if (term.part.products != nullptr) scores.AddParts(term.part, false, 1.0f, s);
@@ -88,7 +128,7 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
     }
   };
-  const uint32_t* const rows = WindowRows<kHead / 32>(term.band, h_, first, lane);
+  const auto rows = RelativeRows<R::HasRing(false)>(term.band, first, lane, ring);
   scores.AddKeyBand(
       [&](int j, float (&z)[S::kBlocks + 1][2][4]) {
         MultiplyKeys<T, kHead, S::kBlocks>(rows, j, read_keys, multiply_queries, z);

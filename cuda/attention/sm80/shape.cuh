@@ -53,12 +53,28 @@ template <int kHead, bool kScoreMod, int kRows, bool kRelative>
 constexpr int Sm80Ctas =
     kRelative && Sm80Shape<kHead, kScoreMod, kRows>::kCtas > 3 ? 3 : Sm80Shape<kHead, kScoreMod, kRows>::kCtas;
 
-// Behind the buffers, relative terms have 4 bytes a thread, which prefetches write to.
+// Shared memory of kernels with relative terms. Heads up to 128 keep the expanded rows that a tile reads in rings:
+// loads from L1 missed it too often (docs/lab/cuda-experiments.md). Keys then have one buffer, and values have the
+// memory of the queries, which are in registers. Above 64, 99 KiB hold two rings: relative_key1 has none.
 template <int kHead, bool kScoreMod, int kRows, bool kRelative>
-constexpr int Sm80SharedBytes(int stages) {
+struct Sm80RelativeShape {
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
-  return S::SharedBytes(stages) + (kRelative ? 4 * S::kThreads : 0);
-}
+  static constexpr bool kHasRings = kRelative && !S::kLargeHead;
+  static constexpr int kStages = kHasRings ? 1 : S::kStages;
+  static constexpr int kMostRings = kHead <= 64 ? 3 : 2;
+  static constexpr int kRingRows = S::kM + S::kN;
+  static constexpr int kRingBytes = kHasRings ? 2 * kRingRows * kHead : 0;
+  // In front of the rings are 4 bytes a thread, which prefetches write to.
+  STOF_HD static constexpr int PrefetchBegin(int stages) {
+    return kHasRings ? 2 * (S::kM * kHead + S::kStage) : S::SharedBytes(stages);
+  }
+  STOF_HD static constexpr int RingsBegin() { return PrefetchBegin(kStages) + 4 * S::kThreads; }
+  // Whether a band has a ring.
+  STOF_HD static constexpr bool HasRing(bool is_second_key) { return kHasRings && (kMostRings == 3 || !is_second_key); }
+  STOF_HD static constexpr int SharedBytes(int stages, int rings) {
+    return kRelative ? PrefetchBegin(stages) + 4 * S::kThreads + rings * kRingBytes : S::SharedBytes(stages);
+  }
+};
 
 // The element offset of chunk c of a row, swizzled: the chunks of a column are in different banks.
 template <int kHead>

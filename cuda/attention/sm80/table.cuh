@@ -12,14 +12,14 @@ namespace cuda {
 
 template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
 constexpr Sm80CtaSize MakeSm80CtaSize() {
-  using S = Sm80Shape<kHead, kScoreMod, kRows>;
-  static_assert(S::kStages <= CtaSize::kMostStages, "stages");
+  using R = Sm80RelativeShape<kHead, kScoreMod, kRows, kRelative>;
+  static_assert(R::kStages <= CtaSize::kMostStages, "stages");
   Sm80CtaSize size;
   size.rows = kRows;
   size.ctas_per_sm = Sm80Ctas<kHead, kScoreMod, kRows, kRelative>;
-  size.most_stages = S::kStages;
-  for (int stages = 0; stages <= S::kStages; ++stages) {
-    size.shared_bytes[stages] = Sm80SharedBytes<kHead, kScoreMod, kRows, kRelative>(stages);
+  size.most_stages = R::kStages;
+  for (int stages = 0; stages <= R::kStages; ++stages) {
+    size.shared_bytes[stages] = R::SharedBytes(stages, R::kMostRings);
   }
   size.launch = LaunchSm80<kHead, T, kScoreMod, kRows, kRelative>;
   return size;

@@ -326,6 +326,31 @@ TEST(CudaRelativeTermsOfEveryLength) {
   RunCases(cases);
 }
 
+// Rows in shared memory that stay for the next tile of keys, and those of tiles that do not follow one another; bands
+// of all three terms.
+TEST(CudaRelativeTermsOfSkippedTiles) {
+  std::vector<RelativeCase> cases;
+  for (const int64_t size : {32, 64, 96, 128}) {
+    for (const int mask : {0, 1, 5, 8}) {
+      for (const int bands : {1, 2, 3}) {
+        RelativeCase c;
+        c.base.B = 1, c.base.H = 2, c.base.G = bands % 2 + 1, c.base.D = c.base.Dv = size;
+        c.base.S = bands == 2 ? 500 : 705, c.base.T = bands == 1 ? 650 : c.base.S;
+        c.base.dtype = (size / 32 + mask) % 2 == 0 ? DType::kF16 : DType::kBF16;
+        c.base.mask = mask;
+        TableCase* const tables[] = {&c.key[0], &c.query, &c.key[1]};
+        for (int i = 0; i < bands; ++i) {
+          tables[i]->is_given = true, tables[i]->naming = (i + mask) % 2 == 0 ? Naming::kRising : Naming::kFalling;
+          tables[i]->has_further_column = (i + bands) % 2 == 0;
+        }
+        Adapt(cases.size(), &c);
+        cases.push_back(c);
+      }
+    }
+  }
+  RunCases(cases);
+}
+
 RelativeCase SomeCase() {
   RelativeCase c;
   c.base.B = 2, c.base.H = c.base.G = 2, c.base.S = 130, c.base.T = 200, c.base.D = c.base.Dv = 64;

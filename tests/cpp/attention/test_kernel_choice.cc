@@ -238,7 +238,8 @@ std::string PrintSize(const cuda::AttentionPlan& plan, bool has_one) {
 }
 
 std::string Sm80Size(int head_size, int heads, const cuda::DeviceProperties& device,
-                     cuda::ScoreMod score_mod = cuda::ScoreMod::kNone, bool has_relative_terms = false) {
+                     cuda::ScoreMod score_mod = cuda::ScoreMod::kNone, bool has_relative_terms = false,
+                     bool has_parts = false) {
   cuda::KernelProblem problem = Problem(head_size, score_mod);
   problem.has_relative_terms = has_relative_terms;
   const cuda::KernelTable kernels = Kernels(cuda::KernelRole::kTiled, problem);
@@ -246,7 +247,7 @@ std::string Sm80Size(int head_size, int heads, const cuda::DeviceProperties& dev
   plan.kernel = kernels.begin();
   cuda::AttentionParams params;
   params.B = 1, params.H = heads, params.S = 512;  // four tiles a head
-  return PrintSize(plan, cuda::ChooseSm80Size(params, device, &plan));
+  return PrintSize(plan, cuda::ChooseSm80Size(params, has_parts, device, &plan));
 }
 
 // Only the tiled kernels have relative terms, whatever the problem.
@@ -285,12 +286,17 @@ TEST(KernelChoicePicksSizesOfCtas) {
   CHECK(Sm80Size(256, 1, small) == "128 rows, 0 stages", Sm80Size(256, 1, small));
   CHECK(Sm80Size(256, 1, Device(48, 48)) == "none", Sm80Size(256, 1, Device(48, 48)));
 
-  // Relative terms: whole tiles of small heads alone, and one CTA an SM where memory is short.
-  const auto relative_size = [](int head_size, int heads, const cuda::DeviceProperties& device) {
-    return Sm80Size(head_size, heads, device, cuda::ScoreMod::kNone, true);
+  // Relative terms: whole tiles of small heads alone, half tiles with parts of positions, and one CTA an SM where
+  // memory is short.
+  const auto relative_size = [](int head_size, int heads, const cuda::DeviceProperties& device,
+                                bool has_parts = false) {
+    return Sm80Size(head_size, heads, device, cuda::ScoreMod::kNone, true, has_parts);
   };
-  CHECK(relative_size(64, 100, large) == "128 rows, 2 stages", relative_size(64, 100, large));
-  CHECK(relative_size(96, 999, large) == "64 rows, 2 stages", relative_size(96, 999, large));
+  CHECK(relative_size(64, 96, large) == "64 rows, 1 stages", relative_size(64, 96, large));
+  CHECK(relative_size(64, 100, large) == "128 rows, 1 stages", relative_size(64, 100, large));
+  CHECK(relative_size(64, 128, large) == "128 rows, 1 stages", relative_size(64, 128, large));
+  CHECK(relative_size(64, 128, large, true) == "64 rows, 1 stages", relative_size(64, 128, large, true));
+  CHECK(relative_size(96, 999, large) == "64 rows, 1 stages", relative_size(96, 999, large));
   CHECK(relative_size(256, 999, large) == "64 rows, 1 stages", relative_size(256, 999, large));
   CHECK(relative_size(256, 1, small) == "64 rows, 1 stages", relative_size(256, 1, small));
   CHECK(relative_size(256, 1, Device(48, 48)) == "none", relative_size(256, 1, Device(48, 48)));

@@ -79,6 +79,12 @@ class Warp {
   int64_t turn_ = 0;
 };
 
+// What address 0 of shared memory is. Set while no warp runs.
+inline const unsigned char*& SharedMemory() {
+  static const unsigned char* memory = nullptr;
+  return memory;
+}
+
 inline float ElementOf(uint32_t word, int i) {  // bf16
   const uint32_t bits = (word >> 16 * i) << 16;
   float x = 0.0f;
@@ -127,6 +133,11 @@ uint32_t Pack(float low, float high) {
 template <int kCount>
 void LoadConstant(uint32_t (&r)[kCount], const uint32_t* from) {
   std::copy_n(from, kCount, r);
+}
+
+// Of shared memory at test::emulated::SharedMemory().
+inline void LoadShared(uint32_t (&r)[4], uint32_t address) {
+  std::memcpy(r, test::emulated::SharedMemory() + address, sizeof r);
 }
 
 template <typename T>

@@ -9,9 +9,9 @@
 #include "cuda/attention/relative/expand.cuh"
 #include "cuda/attention/relative/layout.h"
 #include "cuda/attention/relative/mma_products.cuh"
-#include "cuda/attention/relative/split_products.cuh"
 #include "plugins/core/ops/attention_relative.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/emulated_warp/bf16_words.h"
 
 namespace stof::test {
 namespace {
@@ -19,20 +19,6 @@ namespace {
 using cuda::EmulatedBf16;
 
 constexpr int kHead = 64, kPairs = kHead / 32;
-
-uint16_t ToBf16(float x) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &x, sizeof bits);
-  return static_cast<uint16_t>(bits >> 16);
-}
-uint32_t Word(float low, float high) { return ToBf16(low) | static_cast<uint32_t>(ToBf16(high)) << 16; }
-
-// Small integers: their products have no rounding errors.
-std::vector<float> DrawIntegers(Random* random, int64_t count) {
-  std::vector<float> values(static_cast<size_t>(count));
-  for (float& value : values) value = static_cast<float>(random->Range(-8, 8));
-  return values;
-}
 
 // A problem of S queries and T keys; its table has a row for each expanded row.
 struct Problem {
@@ -68,20 +54,39 @@ struct Problem {
   }
 };
 
+// The ring of a CTA of kRows queries behind the tile of keys in front of `key`, after the copies for that of `key`.
+// first_row: of the CTA.
+template <int kRows>
+std::vector<unsigned char> FillRing(const Problem& problem, const std::vector<uint16_t>& fragments, int first_row,
+                                    int key) {
+  constexpr int kRing = kRows + 64, kPairBytes = 2 * 16 * kHead;
+  std::vector<unsigned char> ring(static_cast<size_t>(2 * kRing * kHead), 0xff);
+  const auto copy = [&](int from, int to) {
+    for (int row = from; row < to; row += 16) {
+      std::memcpy(&ring[cuda::RingPair<kRing / 16>(row) * kPairBytes], &fragments[static_cast<size_t>(row * kHead)],
+                  kPairBytes);
+    }
+  };
+  const int first = cuda::BandBegin(first_row + kRows - 16, key, problem.S);
+  if (key >= 64) copy(first - 64, first - 64 + kRing);
+  copy(key >= 64 ? first + kRows : first, first + kRing);
+  return ring;
+}
+
 // Adds a term to the scores of 16 kBlocks queries from `row` on and 64 keys from `key` on, and compares all of them.
-template <int kBlocks>
-void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_column) {
+// make_rows(first, lane) gives the window of a lane.
+template <int kBlocks, typename MakeRows>
+void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int key, bool of_keys, bool has_column) {
   cuda::AttentionParams p;
   p.B = p.H = p.G = 1, p.S = problem.S, p.T = problem.T;
   cuda::BandTerm term;
-  term.rows = of_keys ? problem.left_fragments.data() : problem.fragments.data();
   if (has_column) term.column = problem.column.data();
   std::atomic<int> blocks_of_keys{0};
   std::vector<float> got(static_cast<size_t>(16 * kBlocks * 64));
   emulated::Warp::Run([&](int lane) {
     const cuda::RelativeScores<kBlocks> scores(p, 0, 0, row, key, lane);
     const int first = scores.First(), g = lane / 4, t = lane % 4;
-    const uint32_t* const rows = cuda::WindowRows<kPairs>(term, 0, first, lane);
+    const auto rows = make_rows(first, lane);
     const auto pair = [](const std::vector<float>& x, int of, int d) {
       return Word(x[static_cast<size_t>(of * kHead + d)], x[static_cast<size_t>(of * kHead + d + 1)]);
     };
@@ -146,6 +151,26 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_
   }
 }
 
+template <int kBlocks>
+void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_column) {
+  const std::vector<uint16_t>& fragments = of_keys ? problem.left_fragments : problem.fragments;
+  cuda::BandTerm term;
+  term.rows = fragments.data();
+  const auto in_memory = [&term](int first, int lane) {
+    return cuda::GlobalWindow<kHead>(cuda::WindowRows<kPairs>(term, 0, first, lane));
+  };
+  CheckTileOf<kBlocks>(in_memory, problem, row, key, of_keys, has_column);
+  constexpr int kRows = 64 * kBlocks;
+  constexpr uint32_t kRing = 32;  // its address
+  std::vector<unsigned char> shared = FillRing<kRows>(problem, fragments, row / kRows * kRows, key);
+  shared.insert(shared.begin(), kRing, 0xff);
+  emulated::SharedMemory() = shared.data();
+  const auto in_ring = [](int first, int lane) {
+    return cuda::RingWindow<kHead, (kRows + 64) / 16>(kRing, first, lane);
+  };
+  CheckTileOf<kBlocks>(in_ring, problem, row, key, of_keys, has_column);
+}
+
 TEST(RelativeBandsOfTiles) {
   Random random(55);
   for (const int S : {1, 64, 130}) {
@@ -160,104 +185,6 @@ TEST(RelativeBandsOfTiles) {
         CheckTile<2>(problem, 0, last_key, of_keys, has_column);
         CheckTile<2>(problem, last_row - 32, 0, of_keys, has_column);
         CheckTile<2>(problem, 32, 0, of_keys, has_column);
-      }
-    }
-  }
-}
-
-// Numbers in two parts: products of the low parts are left out.
-struct Split {
-  std::vector<float> high, low;
-  Split(Random* random, int64_t count) : high(DrawIntegers(random, count)), low(DrawIntegers(random, count)) {
-    for (float& x : low) x /= 16.0f;
-  }
-  float Dot(const Split& other, int64_t row, int64_t other_row) const {
-    float sum = 0.0f;
-    for (int d = 0; d < kHead; ++d) {
-      const auto at = static_cast<size_t>(row * kHead + d), of = static_cast<size_t>(other_row * kHead + d);
-      sum += high[at] * (other.high[of] + other.low[of]) + low[at] * other.high[of];
-    }
-    return sum;
-  }
-  uint32_t Pair(bool is_low, int64_t row, int d) const {
-    const std::vector<float>& from = is_low ? low : high;
-    return Word(from[static_cast<size_t>(row * kHead + d)], from[static_cast<size_t>(row * kHead + d + 1)]);
-  }
-};
-
-TEST(RelativeBandsOfSplitNumbers) {
-  Random random(57);
-  constexpr int kS = 40, kT = 130, kRow = 16, kKey = 64;
-  constexpr float kScale = 0.5f;
-  const int64_t expanded = cuda::ExpandedRows(kS, kT);
-  const Split query(&random, int64_t{cuda::PaddedQueries(kS)} * kHead), rows(&random, expanded * kHead);
-  const Split key(&random, int64_t{cuda::PaddedKeys(kT)} * kHead);
-  const std::vector<float> column = DrawIntegers(&random, expanded);
-  std::vector<float> factor, key_factor;
-  for (int64_t i = 0; i < expanded; ++i) factor.push_back(static_cast<float>(1 << i % 3));
-  for (int i = 0; i < 64; ++i) key_factor.push_back(static_cast<float>(1 << i % 4));
-  std::vector<uint16_t> fragments(static_cast<size_t>(2 * expanded * kHead));
-  for (int64_t at = 0; at < expanded * kHead; ++at) {
-    const int lane = static_cast<int>(at / 8 % 32), i = static_cast<int>(at % 8);
-    const int pair = static_cast<int>(at / 256 % kPairs);
-    const int64_t block = at / 256 / kPairs, row = 8 * block + cuda::FragmentRow(lane);
-    const auto from = static_cast<size_t>(row * kHead + 32 * pair + cuda::FragmentColumn(lane, i));
-    for (int plane = 0; plane < 2; ++plane) {
-      fragments[static_cast<size_t>(cuda::FragmentIndex(block, 2 * pair + plane, 2 * kPairs, lane) * 8 + i)] =
-          ToBf16(plane == 0 ? rows.high[from] : rows.low[from]);
-    }
-  }
-  cuda::AttentionParams p;
-  p.B = p.H = p.G = 1, p.S = kS, p.T = kT;
-  cuda::BandTerm term;
-  term.rows = fragments.data(), term.column = column.data(), term.factor = factor.data();
-  for (const bool of_keys : {false, true}) {
-    std::vector<float> got(16 * 64);
-    emulated::Warp::Run([&](int lane) {
-      const cuda::RelativeScores<1> scores(p, 0, 0, kRow, kKey, lane);
-      const int first = scores.First(), g = lane / 4, t = lane % 4;
-      const uint32_t* const from = cuda::WindowRows<2 * kPairs>(term, 0, first, lane);
-      const cuda::BandScale by = {cuda::WindowFactor(term, 0, first), cuda::WindowColumn(term, 0, first), kScale};
-      const float row_scale[1][2] = {{2.0f * kScale, 4.0f * kScale}};
-      float s[1][8][4] = {};
-      const auto read_queries = [&](int k, uint32_t (&high)[1][4], uint32_t (&low)[1][4]) {
-        for (int word = 0; word < 4; ++word) {
-          const int row = kRow + g + word % 2 * 8, d = 16 * k + word / 2 * 8 + 2 * t;
-          high[0][word] = query.Pair(false, row, d), low[0][word] = query.Pair(true, row, d);
-        }
-      };
-      const auto read_keys = [&](int k, int j, uint32_t (&high)[4], uint32_t (&low)[4]) {
-        for (int word = 0; word < 4; ++word) {
-          const int row = kKey + 8 * (j + word / 2) + g, d = 16 * k + word % 2 * 8 + 2 * t;
-          high[word] = key.Pair(false, row, d), low[word] = key.Pair(true, row, d);
-        }
-      };
-      if (of_keys) {
-        scores.AddKeyBand(
-            [&](int j, float (&z)[2][2][4]) {
-              cuda::MultiplySplitKeys<EmulatedBf16, kHead, 1>(from, by, j, lane, key_factor.data(), read_keys, z);
-            },
-            s);
-      } else {
-        scores.AddQueryBand(
-            [&](int u, float (&x)[1][2][4]) {
-              cuda::MultiplySplitQueries<EmulatedBf16, kHead, 1>(from, by, u, lane, row_scale, read_queries, x);
-            },
-            s);
-      }
-      for (int j = 0; j < 8; ++j) {
-        for (int e = 0; e < 4; ++e) got[static_cast<size_t>((g + e / 2 * 8) * 64 + 8 * j + 2 * t + e % 2)] = s[0][j][e];
-      }
-    });
-    for (int r = 0; r < 16; ++r) {
-      for (int c = 0; c < 64; ++c) {
-        const auto row = static_cast<size_t>(cuda::ExpandedRow(kRow + r, kKey + c, kS));
-        const float product =
-            of_keys ? key.Dot(rows, kKey + c, static_cast<int64_t>(row)) * key_factor[static_cast<size_t>(c)]
-                    : query.Dot(rows, kRow + r, static_cast<int64_t>(row)) * (r < 8 ? 2.0f : 4.0f);
-        const float want = kScale * (product * factor[row] + column[row]);
-        CHECK(got[static_cast<size_t>(r * 64 + c)] == want, of_keys ? "of keys " : "of queries ", r, " ", c, ": ",
-              got[static_cast<size_t>(r * 64 + c)], ", expected ", want);
       }
     }
   }
@@ -426,6 +353,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
     const int g = lane / 4, t = lane % 4;
     float s[1][8][4] = {};
     const cuda::RelativeScores<1> scores(p, 0, static_cast<int>(h), row0, key0, lane);
+    const cuda::GlobalWindow<kHead> rows(cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane));
     if (!own.is_band) {
       for (int row = 0; row < N; row += 16) cuda::MultiplyPartRows<EmulatedBf16>(multiply, h, row, lane);
       emulated::Warp::Current()->Sync();
@@ -439,8 +367,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
       const auto nothing = [](int, int, const uint32_t (&)[4]) {};
       scores.AddKeyBand(
           [&](int j, float (&z)[2][2][4]) {
-            cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), j, read_keys, nothing, z);
+            cuda::MultiplyKeys<EmulatedBf16, kHead, 1>(rows, j, read_keys, nothing, z);
           },
           s);
     } else {
@@ -450,10 +377,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
         }
       };
       scores.AddQueryBand(
-          [&](int u, float (&y)[1][2][4]) {
-            cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(
-                cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane), u, read_queries, y);
-          },
+          [&](int u, float (&y)[1][2][4]) { cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(rows, u, read_queries, y); },
           s);
     }
     if (own.is_band && own.has_column) {
