@@ -40,6 +40,9 @@ struct Sm90Params {
   // how many were fetched, 0 before and after a run; nullptr: there are none.
   int32_t* tile_counter = nullptr;
   int32_t dynamic_begin = 0, dynamic_end = 0;
+  // Skip by score, for kernels that do. Behind the others, which keep their places for all kernels.
+  float skip_distance = 0.0f;                 // SkipDistance in units of log2
+  unsigned long long* skip_counts = nullptr;  // SkipCounts in device memory, which is added to; nullptr: no count
 };
 
 using Sm90Code = LaunchCode<Sm90Params>;
@@ -52,6 +55,11 @@ KernelTable FindSm90D64(const KernelProblem& problem);
 KernelTable FindSm90D128(const KernelProblem& problem);
 KernelTable FindSm90D192(const KernelProblem& problem);
 KernelTable FindSm90D256(const KernelProblem& problem);
+// Kernels that leave out key tiles by their scores. There are none with a full bias.
+KernelTable FindSm90SkipD64(const KernelProblem& problem);
+KernelTable FindSm90SkipD128(const KernelProblem& problem);
+KernelTable FindSm90SkipD192(const KernelProblem& problem);
+KernelTable FindSm90SkipD256(const KernelProblem& problem);
 
 // Sets the TMA maps and coordinate factors of params from its `attention`, for a kernel's tile. False where the driver
 // has no TMA, or a tensor cannot be described.

@@ -16,6 +16,7 @@
 #include "cuda/attention/sm90/api.h"
 #include "cuda/attention/sm90/combine.cuh"
 #include "cuda/attention/sm90/config.cuh"
+#include "cuda/attention/sm90/skip_test.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm90.cuh"
@@ -295,7 +296,15 @@ class Sm90Attention {
     if (code != kFull) ApplyMask(code, flags, slots->at, bits, s);
     FetchBits(next, bits);
     const float none[2] = {0.0f, 0.0f};
-    RowSoftmax::template RaiseMax<true>(scale_, none, s, &eager, row_max, factor, sum);
+    float excess[2];
+    bool raised[2];
+    RowSoftmax::template RaiseMax<true>(scale_, none, s, &eager, row_max, factor, sum, excess, raised);
+    // Skip by score. The first tile is kept, so that every row with a key in it has a row max.
+    SkipTest<S> test(p_.skip_distance);
+    const bool is_row[2] = {info.row0 + row_ < p_.attention.S, info.row0 + row_ + 8 < p_.attention.S};
+    bool kept = true;  // the tile whose weights are packed
+    int tiles = 1, skipped = 0;
+    if constexpr (S::kSkipsByScore) test.Begin(), test.SetLimits(row_max, is_row);
     RowSoftmax::FinishWeights(&eager, s, sum);
     Pack(s, weights);
     while (!last) {
@@ -309,9 +318,7 @@ class Sm90Attention {
       Scores(query, keys->at, s);
       WgmmaCommit();
       Wait(Barrier(kValueFull, values->at), values->phase);
-      WgmmaFence();
-      AddValues(values->at, weights, o);
-      WgmmaCommit();
+      BeginValues(kept, values->at, weights, o);
       PingPongSignal();
       code = next;
       int flags_and_next[2];  // flags and next of the entry, loaded now and used after the softmax
@@ -324,8 +331,10 @@ class Sm90Attention {
       if (code != kFull) ApplyMask(code, Uniform(flags_and_next[0]), slots->at, bits, s);
       const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
       RowSoftmax::SubtractMax(scale_, base, s, &eager);
-      if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
-        RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum);
+      if constexpr (S::kSkipsByScore) {
+        kept = TestTile(is_row, base, s, &eager, row_max, sum, o, &test);
+      } else if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
+        RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum, excess, raised);
         // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -339,8 +348,11 @@ class Sm90Attention {
       WgmmaWait<0>();
       PinRegisters(o);
       PinRegisters(weights);
-      RowSoftmax::FinishWeights(&eager, s, sum);
-      Pack(s, weights);
+      if (!S::kSkipsByScore || kept) {
+        RowSoftmax::FinishWeights(&eager, s, sum);
+        Pack(s, weights);
+      }
+      if constexpr (S::kSkipsByScore) ++tiles, skipped += kept ? 0 : 1;
       Release(Barrier(kValueEmpty, values->at));
       values->Next();
       next = Uniform(flags_and_next[1]);
@@ -353,10 +365,9 @@ class Sm90Attention {
     if (S::kPingPongEnds) PingPongWait();
     PinRegisters(o);
     PinRegisters(weights);
-    WgmmaFence();
-    AddValues(values->at, weights, o);
-    WgmmaCommit();
+    BeginValues(kept, values->at, weights, o);
     if (S::kPingPongEnds) PingPongSignal();
+    if constexpr (S::kSkipsByScore) CountTiles(info, tiles, skipped);
     const RowScales row_scales = FinalizeRows(info, row_max, sum);
     WgmmaWait<0>();
     PinRegisters(o);
@@ -371,6 +382,12 @@ class Sm90Attention {
       }
     }
   }
+
+  // ---- skip by score: cuda/attention/sm90/skip_tiles.cuh ----
+  __device__ __forceinline__ bool TestTile(const bool (&is_row)[2], const float (&base)[2], float (&s)[kScores],
+                                           typename RowSoftmax::EagerWeights* eager, float (&row_max)[2],
+                                           float (&sum)[2], float (&o)[kOutputs], SkipTest<S>* test) const;
+  __device__ __forceinline__ void CountTiles(const WorkTileInfo& info, int tiles, int skipped) const;
 
   // Whether this warpgroup is in the set of those that skip a tile. With padding none skips: it might leave a warpgroup
   // no tile.
@@ -433,6 +450,21 @@ class Sm90Attention {
       Wgmma<T>::Inner(s, Operand(a + (k / 4 * 64 * 128 + column) / 16),
                       Operand(b + (k / 4 * S::kN * 128 + column) / 16), k > 0);
     }
+  }
+
+  // Begins o += weights · values as a group of wgmma, which is empty for a tile that is left out: the same waits serve
+  // both.
+  __device__ __forceinline__ void BeginValues(bool kept, int stage, const uint32_t (&weights)[kScores / 2],
+                                              float (&o)[kOutputs]) const {
+    if constexpr (S::kSkipsByScore) {
+      if (!kept) {
+        WgmmaCommit();
+        return;
+      }
+    }
+    WgmmaFence();
+    AddValues(stage, weights, o);
+    WgmmaCommit();
   }
 
   // o += weights · values
@@ -517,9 +549,8 @@ class Sm90Attention {
   __device__ __forceinline__ unsigned char* CombineMemory() const {
     return shared_ - pipeline_ * S::kPipelineBytes + S::kCombineMemory;
   }
-  __device__ __forceinline__ void SyncWarpgroup() const {
-    SyncNamed(kWarpgroupBarrier + pipeline_ * S::kConsumers + wg_, kWarpgroup);
-  }
+  __device__ __forceinline__ int OwnBarrier() const { return kWarpgroupBarrier + pipeline_ * S::kConsumers + wg_; }
+  __device__ __forceinline__ void SyncWarpgroup() const { SyncNamed(OwnBarrier(), kWarpgroup); }
 
   const Sm90Params& p_;
   unsigned char* shared_;
@@ -537,6 +568,7 @@ class Sm90Attention {
 #include "cuda/attention/sm90/epilogue.cuh"
 #include "cuda/attention/sm90/producer.cuh"
 #include "cuda/attention/sm90/score_bias.cuh"
+#include "cuda/attention/sm90/skip_tiles.cuh"
 namespace stof {
 namespace cuda {
 namespace sm90 {
