@@ -8,6 +8,7 @@
 
 #include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
+#include "cuda/common/host_device.h"
 #include "cuda/schedule/tile_schedule.h"
 
 namespace stof {
@@ -44,6 +45,15 @@ struct Sm90Params {
   float skip_distance = 0.0f;                 // SkipDistance in units of log2
   unsigned long long* skip_counts = nullptr;  // SkipCounts in device memory, which is added to; nullptr: no count
 };
+
+// How many KV tiles a kernel that skips by score computes untested after so many tests in a row that kept their tile:
+// where nothing can be left out, few tiles are tested. A tile that is left out begins anew.
+STOF_HD constexpr int UntestedTiles(int kept_tests) {
+  constexpr int kSteady = 4, kMostDoublings = 5;
+  if (kept_tests < kSteady) return 0;
+  const int doublings = kept_tests - kSteady + 1;
+  return (1 << (doublings < kMostDoublings ? doublings : kMostDoublings)) - 1;
+}
 
 using Sm90Code = LaunchCode<Sm90Params>;
 

@@ -83,7 +83,6 @@ struct Sm90Shape {
   static constexpr bool kHalfTiles = kSkipsTiles && kConsumers == 2;
   // Whether a consumer warpgroup leaves out tiles by their scores.
   static constexpr bool kSkipsByScore = kSkipsByScore_;
-  static_assert(!kSkipsByScore || kN >= 64, "the scores that are tested first are not all");
   // Whether a scheduler warp beside the producer supplies work tiles, which may be dynamic.
   static constexpr bool kDynamic = kDynamic_;
   static_assert(!kDynamic || (kSplit == 1 && kPipelines <= 2),
@@ -140,11 +139,9 @@ struct Sm90Shape {
       (kInitialRegisters * (1 + kPipelines * kConsumers) - kProducerRegisters) / (kPipelines * kConsumers) / 8 * 8;
   // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
   // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
-  static constexpr int kSpareRegisters =
-      kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0) - (kSkipsByScore ? 16 : 0);
+  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0);
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
-  static constexpr bool kHasNoSpare = kEagerSums == 0 && (kSplit > 1 || (kSkipsByScore && kSpareRegisters < 24));
-  static constexpr int kEagerWeights = kEagerSums + (kHasNoSpare ? 0 : 8);
+  static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);
 };
 
 }  // namespace sm90

@@ -296,15 +296,12 @@ class Sm90Attention {
     if (code != kFull) ApplyMask(code, flags, slots->at, bits, s);
     FetchBits(next, bits);
     const float none[2] = {0.0f, 0.0f};
-    float excess[2];
-    bool raised[2];
-    RowSoftmax::template RaiseMax<true>(scale_, none, s, &eager, row_max, factor, sum, excess, raised);
-    // Skip by score. The first tile is kept, so that every row with a key in it has a row max.
-    SkipTest<S> test(p_.skip_distance);
+    RowSoftmax::template RaiseMax<true>(scale_, none, s, &eager, row_max, factor, sum);
+    // Skip by score. The first tile is kept, so that every row with a key in it has a largest score.
     const bool is_row[2] = {info.row0 + row_ < p_.attention.S, info.row0 + row_ + 8 < p_.attention.S};
-    bool kept = true;  // the tile whose weights are packed
-    int tiles = 1, skipped = 0;
-    if constexpr (S::kSkipsByScore) test.Begin(), test.SetLimits(row_max, is_row);
+    SkipTest<S> test(p_.skip_distance, row_max, is_row);
+    SkipRecord record;
+    bool kept = true;  // the last tile; its weights are packed
     RowSoftmax::FinishWeights(&eager, s, sum);
     Pack(s, weights);
     while (!last) {
@@ -317,8 +314,14 @@ class Sm90Attention {
       WgmmaFence();
       Scores(query, keys->at, s);
       WgmmaCommit();
-      Wait(Barrier(kValueFull, values->at), values->phase);
-      BeginValues(kept, values->at, weights, o);
+      if (!S::kSkipsByScore || kept) {
+        Wait(Barrier(kValueFull, values->at), values->phase);
+        WgmmaFence();
+        AddValues(values->at, weights, o);
+        WgmmaCommit();
+      } else {
+        WgmmaCommit();  // of nothing, so that the same waits serve both
+      }
       PingPongSignal();
       code = next;
       int flags_and_next[2];  // flags and next of the entry, loaded now and used after the softmax
@@ -329,18 +332,23 @@ class Sm90Attention {
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
       if (code != kFull) ApplyMask(code, Uniform(flags_and_next[0]), slots->at, bits, s);
-      const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
-      RowSoftmax::SubtractMax(scale_, base, s, &eager);
+      const bool has_weights = kept;  // the values of the tile before are being added
       if constexpr (S::kSkipsByScore) {
-        kept = TestTile(is_row, base, s, &eager, row_max, sum, o, &test);
-      } else if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
-        RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum, excess, raised);
-        // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
+        kept = !record.IsTested() || TestTile(code, row_max, s, &test, &record);
+        record.Next();
+      }
+      if (!S::kSkipsByScore || kept) {
+        const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
+        RowSoftmax::SubtractMax(scale_, base, s, &eager);
+        if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
+          RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum);
+          // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (info.row0 + row_ + 8 * r >= p_.attention.S) row_max[r] = 0.0f;
+          for (int r = 0; r < 2; ++r) {
+            if (info.row0 + row_ + 8 * r >= p_.attention.S) row_max[r] = 0.0f;
+          }
+          if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) RescaleOutput(factor, o);
         }
-        if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) RescaleOutput(factor, o);
       }
       // The branch above keeps what follows behind it. In one block, ptxas (13.0) would move this wait to the start of
       // the block, and nothing would overlap the wgmma. Here it has nearly ended, and the registers of its weights are
@@ -352,7 +360,8 @@ class Sm90Attention {
         RowSoftmax::FinishWeights(&eager, s, sum);
         Pack(s, weights);
       }
-      if constexpr (S::kSkipsByScore) ++tiles, skipped += kept ? 0 : 1;
+      // Values that are not added must have come before their buffer is released.
+      if (S::kSkipsByScore && !has_weights) Wait(Barrier(kValueFull, values->at), values->phase);
       Release(Barrier(kValueEmpty, values->at));
       values->Next();
       next = Uniform(flags_and_next[1]);
@@ -365,9 +374,13 @@ class Sm90Attention {
     if (S::kPingPongEnds) PingPongWait();
     PinRegisters(o);
     PinRegisters(weights);
-    BeginValues(kept, values->at, weights, o);
+    if (!S::kSkipsByScore || kept) {
+      WgmmaFence();
+      AddValues(values->at, weights, o);
+      WgmmaCommit();
+    }
     if (S::kPingPongEnds) PingPongSignal();
-    if constexpr (S::kSkipsByScore) CountTiles(info, tiles, skipped);
+    if constexpr (S::kSkipsByScore) CountTiles(info, record);
     const RowScales row_scales = FinalizeRows(info, row_max, sum);
     WgmmaWait<0>();
     PinRegisters(o);
@@ -384,10 +397,13 @@ class Sm90Attention {
   }
 
   // ---- skip by score: cuda/attention/sm90/skip_tiles.cuh ----
-  __device__ __forceinline__ bool TestTile(const bool (&is_row)[2], const float (&base)[2], float (&s)[kScores],
-                                           typename RowSoftmax::EagerWeights* eager, float (&row_max)[2],
-                                           float (&sum)[2], float (&o)[kOutputs], SkipTest<S>* test) const;
-  __device__ __forceinline__ void CountTiles(const WorkTileInfo& info, int tiles, int skipped) const;
+  __device__ __forceinline__ bool TestTile(int code, const float (&row_max)[2], const float (&s)[kScores],
+                                           SkipTest<S>* test, SkipRecord* record) const;
+  __device__ __forceinline__ void CountTiles(const WorkTileInfo& info, const SkipRecord& record) const;
+  // The outer vote tells the compiler that the answer is the same in a warp.
+  __device__ __forceinline__ bool AnyOfWarpgroup(bool x) const {
+    return __any_sync(~0u, AnyNamed(OwnBarrier(), kWarpgroup, x)) != 0;
+  }
 
   // Whether this warpgroup is in the set of those that skip a tile. With padding none skips: it might leave a warpgroup
   // no tile.
@@ -450,21 +466,6 @@ class Sm90Attention {
       Wgmma<T>::Inner(s, Operand(a + (k / 4 * 64 * 128 + column) / 16),
                       Operand(b + (k / 4 * S::kN * 128 + column) / 16), k > 0);
     }
-  }
-
-  // Begins o += weights · values as a group of wgmma, which is empty for a tile that is left out: the same waits serve
-  // both.
-  __device__ __forceinline__ void BeginValues(bool kept, int stage, const uint32_t (&weights)[kScores / 2],
-                                              float (&o)[kOutputs]) const {
-    if constexpr (S::kSkipsByScore) {
-      if (!kept) {
-        WgmmaCommit();
-        return;
-      }
-    }
-    WgmmaFence();
-    AddValues(stage, weights, o);
-    WgmmaCommit();
   }
 
   // o += weights · values

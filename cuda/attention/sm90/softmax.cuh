@@ -50,10 +50,6 @@ class Softmax {
   static __device__ __forceinline__ float SubtractedMax(float row_max) {
     return fabsf(row_max) <= kNear ? row_max : 0.0f;
   }
-  // Whether both are subtracted there.
-  static __device__ __forceinline__ bool IsNear(const float (&row_max)[2]) {
-    return fabsf(row_max[0]) <= kNear && fabsf(row_max[1]) <= kNear;
-  }
   static __device__ __forceinline__ void SubtractMax(float scale, const float (&base)[2], float (&s)[kScores],
                                                      EagerWeights* eager) {
 #pragma unroll
@@ -88,13 +84,10 @@ class Softmax {
   // Raises the row max where a score exceeds it by kSlack. Scores are in units of log2 once multiplied by `scale`, less
   // `base`. Subtracts the new row max, sets the factors that rescale earlier sums and outputs, and computes the eager
   // weights again. kFirst: the first tile of a row, without earlier row max and sums; else scale is 1.
-  // excess and raised, not with kFirst: by how much a row's largest score exceeds the earlier row max, which may be
-  // NaN, and whether that was raised. slack: stands for kSlack.
   template <bool kFirst>
   static __device__ __forceinline__ void RaiseMax(float scale, const float (&base)[2], float (&s)[kScores],
                                                   EagerWeights* eager, float (&row_max)[2], float (&factor)[2],
-                                                  float (&sum)[2], float (&excess)[2], bool (&raised)[2],
-                                                  float slack = kSlack) {
+                                                  float (&sum)[2]) {
     float less[2];
     bool far = false;
 #pragma unroll
@@ -116,15 +109,14 @@ class Softmax {
         far |= fabsf(less[r]) > kFar;
       } else {
         const float old = row_max[r] - base[r], above = ScoreDifference(top, old);
-        const bool is_raised = above > slack;
-        const bool moved = is_raised || above == 0.0f;  // to a score that counts as equal, so that it becomes equal
+        const bool raised = above > kSlack;
+        const bool moved = raised || above == 0.0f;  // to a score that counts as equal, so that it becomes equal
         row_max[r] = moved ? base[r] + top : row_max[r];
         // Near zero this is what the rounded sum of row_max stands for, so that all tiles subtract the same.
         const float now = fabsf(row_max[r]) <= kNear ? row_max[r] - base[r] : moved ? top : old;
-        factor[r] = is_raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
+        factor[r] = raised ? Exp2(old - now) : 1.0f;  // 0 from -inf
         less[r] = now == -INFINITY ? 0.0f : now;
         sum[r] *= factor[r];
-        excess[r] = above, raised[r] = is_raised;
       }
     }
     if (kFirst && __builtin_expect(__any_sync(~0u, far), 0)) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/attention/kernel_table.h"
+#include "cuda/attention/sm90/api.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/mask/block_mask.h"
 #include "tests/cpp/attention/reference.h"
@@ -20,9 +21,10 @@
 namespace stof::test::skip {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr int64_t kGroup = 64;  // query rows that decide together
-constexpr double kNear = 1e-3;  // distances from the threshold, in nats, that rounding may bridge
-constexpr int kDirections = 4;  // groups of queries see a key at so many different levels
+constexpr int64_t kGroup = 64;              // query rows that decide together
+constexpr double kNear = 1e-3;              // distances from the threshold, in nats, that rounding may bridge
+constexpr double kLag = 9.704060527839234;  // 14 ln 2: the row max is raised where a score is so far above it
+constexpr int kDirections = 4;              // groups of queries see a key at so many different levels
 constexpr const char* kMasks[] = {
     "",
     "k <= q",
@@ -151,8 +153,8 @@ inline Problem Draw(const Case& c, Random* random) {
 struct Answer {
   std::vector<double> output, lse;  // NaN where a row is NaN
   std::vector<double> open;         // [B, H, S]: the share of a row's weights in tiles that may go either way
-  uint64_t scored = 0, skipped = 0, may_skip = 0;
-  int64_t tiles = 0, near = 0;
+  uint64_t scored = 0, skipped = 0, may_score = 0, may_skip = 0;
+  int64_t tiles = 0, untested = 0, near = 0;
 };
 
 // The tiles of a group in the order of a kernel: by the schedule's list; without a mask, rising.
@@ -181,7 +183,112 @@ inline std::vector<int64_t> TilesOf(const Case& c, const Problem& p, const Block
   return tiles;
 }
 
-// The definition, tile by tile.
+// A group of query rows, in one batch and head.
+struct Group {
+  int64_t bh, first, rows;
+};
+
+// The largest scores of a group in a tile; -inf where a row has none.
+struct Tops {
+  std::vector<double> top;
+  std::vector<bool> is_nan;
+  bool has_pair = false;
+};
+
+inline Tops FindTops(const Case& c, const Problem& p, const Group& group, int64_t begin, int64_t end) {
+  Tops tops;
+  for (int64_t r = 0; r < group.rows; ++r) {
+    const double* const scores = &p.scores[static_cast<size_t>((group.bh * c.S + group.first + r) * c.T)];
+    double top = -kInf;
+    bool is_nan = false;
+    for (int64_t k = begin; k < end; ++k) top = std::max(top, scores[k]), is_nan = is_nan || std::isnan(scores[k]);
+    tops.top.push_back(top), tops.is_nan.push_back(is_nan);
+    tops.has_pair = tops.has_pair || is_nan || top > -kInf;
+  }
+  return tops;
+}
+
+// A group on its way through its tiles: which are tested (cuda::UntestedTiles), and with which largest scores.
+class Decisions {
+ public:
+  Decisions(int64_t rows, double distance)
+      : distance_(distance), most_(static_cast<size_t>(rows), -kInf), row_max_(most_) {}
+
+  // Whether the next tile is kept.
+  bool Keep(const Tops& tops) {
+    is_tested_ = tile_ == next_;
+    double margin = kInf;  // by how much some row exceeds its threshold
+    if (is_tested_) {
+      margin = -kInf;
+      for (size_t r = 0; r < most_.size(); ++r) {
+        const double before = std::max(most_[r], row_max_[r]), own = tops.top[r];
+        if (tops.is_nan[r] || (before == -kInf && own > -kInf)) margin = kInf;
+        if (own > -kInf && before > -kInf) margin = std::max(margin, own - (before - distance_));
+      }
+    }
+    const bool kept = margin >= 0;
+    is_open_ = is_open_ || std::abs(margin) < kNear;
+    for (size_t r = 0; r < most_.size() && kept; ++r) {
+      // Scores of tiles that are not tested count once they have raised the row max, which lags behind.
+      const double above = tops.top[r] - row_max_[r];
+      if (!is_tested_ && tile_ > 0 && std::abs(above - kLag) < kNear) is_open_ = true;
+      if (tops.top[r] > -kInf && (tile_ == 0 || above > kLag)) row_max_[r] = tops.top[r];
+      if (is_tested_ && !tops.is_nan[r]) most_[r] = std::max(most_[r], tops.top[r]);
+    }
+    ++tile_;
+    if (is_tested_) {
+      kept_tests_ = kept ? kept_tests_ + 1 : 0;
+      next_ = tile_ + cuda::UntestedTiles(kept_tests_);
+    }
+    return kept;
+  }
+  bool is_tested() const { return is_tested_; }
+  // Whether rounding has decided, here or before: later tiles may then be tested or not.
+  bool is_open() const { return is_open_; }
+
+ private:
+  const double distance_;
+  std::vector<double> most_, row_max_;
+  int64_t tile_ = 0, next_ = 1;  // the first tile is kept without a test
+  int kept_tests_ = 0;
+  bool is_tested_ = false, is_open_ = false;
+};
+
+// Sums of a row that is not normalized yet, of its kept tiles.
+inline void AddTile(const Case& c, const Problem& p, const Group& group, int64_t begin, int64_t end, bool kept,
+                    bool is_open, std::vector<double>* sum, Answer* answer) {
+  const int64_t g = group.bh / c.H * c.G + group.bh % c.H / (c.H / c.G);
+  for (int64_t r = 0; r < group.rows; ++r) {
+    const auto row = static_cast<size_t>(group.bh * c.S + group.first + r);
+    const double* const scores = &p.scores[row * static_cast<size_t>(c.T)];
+    double* const out = &answer->output[row * static_cast<size_t>(c.D)];
+    for (int64_t k = begin; k < end; ++k) {
+      if (scores[k] == -kInf) continue;
+      const double weight = std::exp(scores[k]);  // scores are small
+      if (is_open) answer->open[row] += weight;
+      if (!kept) continue;
+      (*sum)[static_cast<size_t>(r)] += weight;
+      const double* const value = &p.value[static_cast<size_t>((g * c.T + k) * c.D)];
+      for (int64_t d = 0; d < c.D; ++d) out[d] += weight * value[d];
+    }
+  }
+}
+
+inline void Normalize(const Case& c, const Problem& p, const Group& group, const std::vector<double>& sum,
+                      Answer* answer) {
+  for (int64_t r = 0; r < group.rows; ++r) {
+    const auto row = static_cast<size_t>(group.bh * c.S + group.first + r);
+    const double own = sum[static_cast<size_t>(r)];
+    const double sink = c.sink ? std::exp(p.sink[static_cast<size_t>(group.bh % c.H)]) : 0, total = own + sink;
+    answer->lse[row] = std::log(total);
+    if (own == 0) continue;
+    double* const out = &answer->output[row * static_cast<size_t>(c.D)];
+    for (int64_t d = 0; d < c.D; ++d) out[d] /= total;
+    answer->open[row] /= own;
+  }
+}
+
+// The definition, tile by tile. A group counts the tiles in which it has an allowed pair, or has not looked.
 inline Answer Define(const Case& c, const Problem& p, const BlockMask& block, const cuda::TileList& list,
                      const cuda::KernelEntry& kernel) {
   Answer answer;
@@ -189,55 +296,24 @@ inline Answer Define(const Case& c, const Problem& p, const BlockMask& block, co
   answer.lse.assign(static_cast<size_t>(c.B * c.H * c.S), -kInf);
   answer.open.assign(answer.lse.size(), 0);
   for (int64_t bh = 0; bh < c.B * c.H; ++bh) {
-    const int64_t b = bh / c.H, h = bh % c.H, g = b * c.G + h / (c.H / c.G);
-    for (int64_t group = 0; group * kGroup < c.S; ++group) {
-      const int64_t first = group * kGroup, rows = std::min(kGroup, c.S - first);
-      std::vector<double> most(static_cast<size_t>(rows), -kInf), sum(most.size(), 0), open(most.size(), 0);
-      const std::vector<int64_t> tiles = TilesOf(c, p, block, list, kernel, b, h, group);
-      for (size_t i = 0; i < tiles.size(); ++i) {
-        const int64_t begin = tiles[i] * kernel.keys, end = std::min(c.T, begin + kernel.keys);
-        std::vector<double> top(most.size(), -kInf);
-        double margin = -kInf;  // by how much some row exceeds its threshold
-        for (int64_t r = 0; r < rows; ++r) {
-          const double* const scores = &p.scores[static_cast<size_t>((bh * c.S + first + r) * c.T)];
-          bool is_nan = false;
-          auto& own = top[static_cast<size_t>(r)];
-          for (int64_t k = begin; k < end; ++k)
-            own = std::max(own, scores[k]), is_nan = is_nan || std::isnan(scores[k]);
-          const double before = most[static_cast<size_t>(r)];
-          if (is_nan || (before == -kInf && own > -kInf)) margin = kInf;
-          if (own > -kInf && before > -kInf) margin = std::max(margin, own - (before - c.distance));
-        }
-        const bool kept = i == 0 || margin >= 0, is_near = i > 0 && std::abs(margin) < kNear;
-        const auto pairs = static_cast<uint64_t>(rows * kernel.keys);
-        ++answer.tiles, answer.scored += pairs;
-        answer.skipped += kept ? 0 : pairs;
-        if (is_near) ++answer.near, answer.may_skip += pairs;
-        for (int64_t r = 0; r < rows; ++r) {
-          const double* const scores = &p.scores[static_cast<size_t>((bh * c.S + first + r) * c.T)];
-          const auto at = static_cast<size_t>(r);
-          if (kept) most[at] = std::max(most[at], top[at]);
-          for (int64_t k = begin; k < end; ++k) {
-            if (scores[k] == -kInf) continue;
-            const double weight = std::exp(scores[k]);  // scores are small
-            if (is_near) open[at] += weight;
-            if (!kept) continue;
-            sum[at] += weight;
-            double* const out = &answer.output[static_cast<size_t>((bh * c.S + first + r) * c.D)];
-            const double* const value = &p.value[static_cast<size_t>((g * c.T + k) * c.D)];
-            for (int64_t d = 0; d < c.D; ++d) out[d] += weight * value[d];
-          }
-        }
+    for (int64_t first = 0; first < c.S; first += kGroup) {
+      const Group group{bh, first, std::min(kGroup, c.S - first)};
+      Decisions decisions(group.rows, c.distance);
+      std::vector<double> sum(static_cast<size_t>(group.rows), 0);
+      for (const int64_t tile : TilesOf(c, p, block, list, kernel, bh / c.H, bh % c.H, first / kGroup)) {
+        const int64_t begin = tile * kernel.keys, end = std::min(c.T, begin + kernel.keys);
+        const Tops tops = FindTops(c, p, group, begin, end);
+        const bool was_open = decisions.is_open(), kept = decisions.Keep(tops), is_open = decisions.is_open();
+        const auto pairs = static_cast<uint64_t>(group.rows * kernel.keys);
+        const bool counts = kept || tops.has_pair;
+        answer.scored += counts ? pairs : 0;
+        answer.skipped += counts && !kept ? pairs : 0;
+        answer.may_score += is_open && !tops.has_pair ? pairs : 0;
+        answer.may_skip += is_open ? pairs : 0;
+        ++answer.tiles, answer.untested += decisions.is_tested() ? 0 : 1, answer.near += is_open && !was_open ? 1 : 0;
+        AddTile(c, p, group, begin, end, kept, is_open, &sum, &answer);
       }
-      for (int64_t r = 0; r < rows; ++r) {
-        const auto at = static_cast<size_t>(bh * c.S + first + r), own = static_cast<size_t>(r);
-        const double sink = c.sink ? std::exp(p.sink[static_cast<size_t>(h)]) : 0, total = sum[own] + sink;
-        answer.lse[at] = std::log(total);
-        if (sum[own] == 0) continue;
-        for (int64_t d = 0; d < c.D; ++d)
-          answer.output[at * static_cast<size_t>(c.D) + static_cast<size_t>(d)] /= total;
-        answer.open[at] = open[own] / sum[own];
-      }
+      Normalize(c, p, group, sum, &answer);
     }
   }
   return answer;
