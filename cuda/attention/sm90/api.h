@@ -49,7 +49,7 @@ struct Sm90Params {
 // How many KV tiles a kernel that skips by score computes untested after so many tests in a row that kept their tile:
 // where nothing can be left out, few tiles are tested. A tile that is left out begins anew.
 STOF_HD constexpr int UntestedTiles(int kept_tests) {
-  constexpr int kSteady = 4, kMostDoublings = 5;
+  constexpr int kSteady = 6, kMostDoublings = 5;
   if (kept_tests < kSteady) return 0;
   const int doublings = kept_tests - kSteady + 1;
   return (1 << (doublings < kMostDoublings ? doublings : kMostDoublings)) - 1;
