@@ -305,6 +305,14 @@ class Sm90Attention {
     RowSoftmax::FinishWeights(&eager, s, sum);
     Pack(s, weights);
     while (!last) {
+      if constexpr (S::kSkipsByScore) {
+        record.Next();
+        if (record.IsTested()) {
+          const Registers registers = {o, s, weights, bits, row_max, sum};
+          kept = ComputeTestedTile(info, query, kept, registers, keys, values, slots, &test, &record, &next, &last);
+          continue;
+        }
+      }
       slots->Next();
       Wait(Barrier(kKeyFull, keys->at), keys->phase);
       PingPongWait();
@@ -314,14 +322,10 @@ class Sm90Attention {
       WgmmaFence();
       Scores(query, keys->at, s);
       WgmmaCommit();
-      if (!S::kSkipsByScore || kept) {
-        Wait(Barrier(kValueFull, values->at), values->phase);
-        WgmmaFence();
-        AddValues(values->at, weights, o);
-        WgmmaCommit();
-      } else {
-        WgmmaCommit();  // of nothing, so that the same waits serve both
-      }
+      Wait(Barrier(kValueFull, values->at), values->phase);
+      WgmmaFence();
+      AddValues(values->at, weights, o);
+      WgmmaCommit();
       PingPongSignal();
       code = next;
       int flags_and_next[2];  // flags and next of the entry, loaded now and used after the softmax
@@ -332,23 +336,16 @@ class Sm90Attention {
       Release(Barrier(kKeyEmpty, keys->at));
       keys->Next();
       if (code != kFull) ApplyMask(code, Uniform(flags_and_next[0]), slots->at, bits, s);
-      const bool has_weights = kept;  // the values of the tile before are being added
-      if constexpr (S::kSkipsByScore) {
-        kept = !record.IsTested() || TestTile(code, row_max, s, &test, &record);
-        record.Next();
-      }
-      if (!S::kSkipsByScore || kept) {
-        const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
-        RowSoftmax::SubtractMax(scale_, base, s, &eager);
-        if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
-          RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum);
-          // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
+      const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
+      RowSoftmax::SubtractMax(scale_, base, s, &eager);
+      if (__builtin_expect(RowSoftmax::MustRaiseMax(row_max, s, eager), 0)) {
+        RowSoftmax::template RaiseMax<false>(1.0f, base, s, &eager, row_max, factor, sum);
+        // Rows behind the last query are fully masked: with a row max of -inf they would come here with every tile.
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            if (info.row0 + row_ + 8 * r >= p_.attention.S) row_max[r] = 0.0f;
-          }
-          if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) RescaleOutput(factor, o);
+        for (int r = 0; r < 2; ++r) {
+          if (info.row0 + row_ + 8 * r >= p_.attention.S) row_max[r] = 0.0f;
         }
+        if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) RescaleOutput(factor, o);
       }
       // The branch above keeps what follows behind it. In one block, ptxas (13.0) would move this wait to the start of
       // the block, and nothing would overlap the wgmma. Here it has nearly ended, and the registers of its weights are
@@ -356,12 +353,8 @@ class Sm90Attention {
       WgmmaWait<0>();
       PinRegisters(o);
       PinRegisters(weights);
-      if (!S::kSkipsByScore || kept) {
-        RowSoftmax::FinishWeights(&eager, s, sum);
-        Pack(s, weights);
-      }
-      // Values that are not added must have come before their buffer is released.
-      if (S::kSkipsByScore && !has_weights) Wait(Barrier(kValueFull, values->at), values->phase);
+      RowSoftmax::FinishWeights(&eager, s, sum);
+      Pack(s, weights);
       Release(Barrier(kValueEmpty, values->at));
       values->Next();
       next = Uniform(flags_and_next[1]);
@@ -397,6 +390,16 @@ class Sm90Attention {
   }
 
   // ---- skip by score: cuda/attention/sm90/skip_tiles.cuh ----
+  // Of a thread, from tile to tile.
+  struct Registers {
+    float (&o)[kOutputs], (&s)[kScores];
+    uint32_t (&weights)[kScores / 2], (&bits)[S::kMaskWords];
+    float (&row_max)[2], (&sum)[2];
+  };
+  __device__ __forceinline__ bool ComputeTestedTile(const WorkTileInfo& info, int query, bool has_weights,
+                                                    const Registers& registers, Ring<S::kStages>* keys,
+                                                    Ring<S::kStages>* values, Ring<S::kSlots>* slots, SkipTest<S>* test,
+                                                    SkipRecord* record, int* next, bool* last);
   __device__ __forceinline__ bool TestTile(int code, const float (&row_max)[2], const float (&s)[kScores],
                                            SkipTest<S>* test, SkipRecord* record) const;
   __device__ __forceinline__ void CountTiles(const WorkTileInfo& info, const SkipRecord& record) const;

@@ -75,18 +75,19 @@ class SkipTest {
 // Which tiles of a work tile are tested, and what became of them. The same in all threads of a warpgroup.
 class SkipRecord {
  public:
-  __device__ __forceinline__ bool IsTested() const { return tiles_ == next_; }
-  __device__ __forceinline__ void Keep() { next_ = tiles_ + 1 + UntestedTiles(++kept_tests_); }
-  __device__ __forceinline__ void Skip() { kept_tests_ = 0, next_ = tiles_ + 1, ++left_out_; }
+  // Goes to the next tile.
+  __device__ __forceinline__ void Next() { ++tile_; }
+  __device__ __forceinline__ bool IsTested() const { return tile_ == next_; }
+  __device__ __forceinline__ void Keep() { next_ = tile_ + 1 + UntestedTiles(++kept_tests_); }
+  __device__ __forceinline__ void Skip() { kept_tests_ = 0, next_ = tile_ + 1, ++left_out_; }
   // The tile that was skipped last has no allowed pair of the warpgroup: it does not count.
   __device__ __forceinline__ void Discount() { ++discounted_; }
-  __device__ __forceinline__ void Next() { ++tiles_; }
-  __device__ __forceinline__ int scored() const { return tiles_ - discounted_; }
+  __device__ __forceinline__ int scored() const { return tile_ + 1 - discounted_; }
   __device__ __forceinline__ int skipped() const { return left_out_ - discounted_; }
 
  private:
-  int tiles_ = 1, next_ = 1;  // the number of tiles before this one; the next one that is tested
-  int kept_tests_ = 0;        // tests in a row that kept their tile
+  int tile_ = 0, next_ = 1;  // this tile, and the next one that is tested
+  int kept_tests_ = 0;       // tests in a row that kept their tile
   int left_out_ = 0, discounted_ = 0;
 };
 
