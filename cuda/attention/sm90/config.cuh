@@ -139,8 +139,8 @@ struct Sm90Shape {
       (kInitialRegisters * (1 + kPipelines * kConsumers) - kProducerRegisters) / (kPipelines * kConsumers) / 8 * 8;
   // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
   // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
-  static constexpr int kSpareRegisters =
-      kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0) - (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
+  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0) -
+                                         (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
   static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);
 };
