@@ -10,6 +10,7 @@
 #include "cuda/attention/dequantize.h"
 #include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
+#include "cuda/attention/skip_counts.h"
 #include "cuda/cached_attention/append.h"
 #include "cuda/chain/run.h"
 #include "cuda/common/graph_capture.h"
@@ -238,9 +239,9 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
        {args.allow_tf32, args.scores.softcap > 0.0f, args.scores.scale > 0.0f, args.scores.bias.data != nullptr,
         args.scores.relative_bias.table != nullptr, args.scores.relative_bias.factor != nullptr,
         args.scores.relative_key[0].given(), args.scores.relative_key[1].given(), args.scores.relative_query.given(),
-        args.scores.sink.data != nullptr, args.output.lse != nullptr, pad != nullptr, mask.parts.fixed.empty(),
-        mask.parts.dynamic.empty(), window != nullptr, window != nullptr && window->window_left >= 0,
-        args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
+        args.scores.sink.data != nullptr, args.scores.skip_threshold > 0.0f, args.output.lse != nullptr, pad != nullptr,
+        mask.parts.fixed.empty(), mask.parts.dynamic.empty(), window != nullptr,
+        window != nullptr && window->window_left >= 0, args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));
@@ -330,6 +331,8 @@ constexpr CudaBackend MakeBackend() {
   backend.attention.prepare = kChecked<&PrepareAttention>;
   backend.attention.count_kernels = CountAttentionKernels;
   backend.attention.list_kernels = kChecked<&cuda::ListKernels>;
+  backend.attention.add_skip_counts = cuda::AddSkipCounts;
+  backend.attention.reset_skip_counts = cuda::ResetSkipCounts;
 
   backend.chain.make_state = cuda::MakeDeviceChain;
   backend.chain.prepare = kChecked<&cuda::ReadyChain>;

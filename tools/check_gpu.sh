@@ -88,6 +88,7 @@ if wave 1; then
   suite packed-edges 75 CudaPackedSequences
   suite key-columns 150 CudaKeyColumns
   suite key-columns-8.0 150 CudaKeyColumns STOF_CUDA_CAPABILITY=80
+  suite skip-scores 200 CudaSkipScores
   suite relative 150 CudaRelative
   suite relative-128-rows 150 CudaRelative STOF_CUDA_SM80_ROWS=128
   suite relative-8.0 150 CudaRelative STOF_CUDA_CAPABILITY=80

@@ -48,6 +48,7 @@ Status AttentionJob::Describe() {
   p.allows_tf32 = args_.allow_tf32;
   p.has_aligned_rows = HasAlignedRows(args_);
   p.has_aligned_bias = HasAlignedBias(args_);
+  p.skips_scores = args_.scores.skip_threshold > 0.0f;
 
   SelectionProblem& s = selection_;
   s.is_mask_on_device = build_ != nullptr;

@@ -40,6 +40,7 @@ struct KernelProblem {
   bool has_aligned_rows = true;     // query, key and value can be read 16 bytes at a time
   bool has_aligned_bias = true;     // TMA can read the full bias, if there is one
   bool has_relative_terms = false;  // products by tables of relative positions, or a factor of the relative bias
+  bool skips_scores = false;        // key tiles may be left out by their scores
 
   ScoreMod score_mod() const {
     if (has_full_bias) return ScoreMod::kFullBias;
@@ -92,6 +93,7 @@ struct KernelEntry {
   int rows = 0, keys = 0;  // of a tile
   int ctas_per_sm = 1;
   bool is_scheduled = false;  // it runs a tile schedule, by which its time is predicted
+  bool skips_scores = false;  // it leaves out key tiles by their scores
   TileCost cost;              // where is_scheduled
   const KernelCode* code = nullptr;
 

@@ -93,6 +93,17 @@ __device__ __forceinline__ void SyncNamed(int id, int threads) {
 __device__ __forceinline__ void ArriveNamed(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Whether `x` is true for any of the threads, which meet at the barrier.
+__device__ __forceinline__ bool AnyNamed(int id, int threads, bool x) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred own, all;\nsetp.ne.b32 own, %3, 0;\nbar.red.or.pred all, %1, %2, own;\n"
+      "selp.b32 %0, 1, 0, all;\n}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(x ? 1 : 0)
+      : "memory");
+  return any != 0;
+}
 
 // ---- TMA ----
 // Loads the box of a tensor [B, H, S, D] at these coordinates, zeros out of bounds; completes its bytes on the barrier.

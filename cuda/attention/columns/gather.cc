@@ -33,6 +33,8 @@ bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const Attentio
   const int64_t rows = columns.packed() + args.shape.T;
   if (rows > MaskExpr::kMaxSize) return false;
   gathered->args.shape.T = gathered->sizes.T = rows;
+  // The same SkipDistance: copies are no further keys.
+  gathered->args.scores.skip_threshold *= static_cast<float>(rows) / static_cast<float>(args.shape.T);
   gathered->args.key.stride = {args.shape.G * rows * args.shape.D, rows * args.shape.D, args.shape.D};
   gathered->args.value.stride = {args.shape.G * rows * args.shape.Dv, rows * args.shape.Dv, args.shape.Dv};
   gathered->args.key.data = gathered->args.value.data = nullptr;

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/kernel_table.h"
 #include "cuda/attention/params.h"
+#include "cuda/common/host_device.h"
 #include "cuda/schedule/tile_schedule.h"
 
 namespace stof {
@@ -40,7 +41,19 @@ struct Sm90Params {
   // how many were fetched, 0 before and after a run; nullptr: there are none.
   int32_t* tile_counter = nullptr;
   int32_t dynamic_begin = 0, dynamic_end = 0;
+  // Skip by score, for kernels that do. Behind the others, which keep their places for all kernels.
+  float skip_distance = 0.0f;                 // SkipDistance in units of log2
+  unsigned long long* skip_counts = nullptr;  // SkipCounts in device memory, which is added to; nullptr: no count
 };
+
+// How many KV tiles a kernel that skips by score computes untested after so many tests in a row that kept their tile:
+// where nothing can be left out, few tiles are tested. A tile that is left out begins anew.
+STOF_HD constexpr int UntestedTiles(int kept_tests) {
+  constexpr int kSteady = 6, kMostDoublings = 5;
+  if (kept_tests < kSteady) return 0;
+  const int doublings = kept_tests - kSteady + 1;
+  return (1 << (doublings < kMostDoublings ? doublings : kMostDoublings)) - 1;
+}
 
 using Sm90Code = LaunchCode<Sm90Params>;
 
@@ -52,6 +65,11 @@ KernelTable FindSm90D64(const KernelProblem& problem);
 KernelTable FindSm90D128(const KernelProblem& problem);
 KernelTable FindSm90D192(const KernelProblem& problem);
 KernelTable FindSm90D256(const KernelProblem& problem);
+// Kernels that leave out key tiles by their scores. There are none with a full bias.
+KernelTable FindSm90SkipD64(const KernelProblem& problem);
+KernelTable FindSm90SkipD128(const KernelProblem& problem);
+KernelTable FindSm90SkipD192(const KernelProblem& problem);
+KernelTable FindSm90SkipD256(const KernelProblem& problem);
 
 // Sets the TMA maps and coordinate factors of params from its `attention`, for a kernel's tile. False where the driver
 // has no TMA, or a tensor cannot be described.

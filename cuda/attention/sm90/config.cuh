@@ -48,9 +48,9 @@ struct WorkTileInfo {
   int32_t subtile;     // split (kSplitsRows) or half tile (kHalfTiles); negative: the whole tile row
 };
 
-// The last two parameters of Sm90Shape, by name: ping-pong scheduling also at the ends of a work tile, and dynamic
-// tiles.
-constexpr bool kPingPong = true, kDynamicTiles = true;
+// The last three parameters of Sm90Shape, by name: ping-pong scheduling also at the ends of a work tile, dynamic tiles,
+// and tiles that are left out by their scores.
+constexpr bool kPingPong = true, kDynamicTiles = true, kSkipByScore = true;
 
 // A tile has kM query rows, 64 a consumer warpgroup, and kN keys. A CTA (thread block) has kPipelines pipelines: a
 // producer warp and consumer warpgroups with stages and barriers of their own. One pipeline's prologue and epilogue
@@ -58,7 +58,8 @@ constexpr bool kPingPong = true, kDynamicTiles = true;
 // Each pipeline counts as one CTA of the tile schedule and has its own work tiles. With kSplit > 1 all pipelines split
 // the keys of one work tile instead: pipeline t computes KV tiles t, t + kSplit, ...
 template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueryStages_, int kPipelines_, int kSplit_ = 1,
-          ScoreMod kScoreMod_ = ScoreMod::kNone, bool kPingPongEnds_ = false, bool kDynamic_ = false>
+          ScoreMod kScoreMod_ = ScoreMod::kNone, bool kPingPongEnds_ = false, bool kDynamic_ = false,
+          bool kSkipsByScore_ = false>
 struct Sm90Shape {
   // Ping-pong scheduling also orders the first scores and the last values of a work tile.
   static constexpr bool kPingPongEnds = kPingPongEnds_;
@@ -80,6 +81,8 @@ struct Sm90Shape {
   static constexpr bool kSplitsRows = kConsumers == 1 && kSplit == 1 && !kScoreMod;
   // Whether a work tile may be a half tile: one warpgroup computes, the other skips all of its tiles.
   static constexpr bool kHalfTiles = kSkipsTiles && kConsumers == 2;
+  // Whether a consumer warpgroup leaves out tiles by their scores.
+  static constexpr bool kSkipsByScore = kSkipsByScore_;
   // Whether a scheduler warp beside the producer supplies work tiles, which may be dynamic.
   static constexpr bool kDynamic = kDynamic_;
   static_assert(!kDynamic || (kSplit == 1 && kPipelines <= 2),
@@ -136,7 +139,8 @@ struct Sm90Shape {
       (kInitialRegisters * (1 + kPipelines * kConsumers) - kProducerRegisters) / (kPipelines * kConsumers) / 8 * 8;
   // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
   // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
-  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0);
+  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0) -
+                                         (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
   static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);
 };

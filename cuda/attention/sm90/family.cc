@@ -6,8 +6,11 @@
 #include <string>
 
 #include "cuda/attention/job.h"
+#include "cuda/attention/skip_counts.h"
 #include "cuda/attention/sm90/api.h"
+#include "cuda/common/math.h"
 #include "plugins/core/base/integers.h"
+#include "plugins/core/contract/skip_distance.h"
 #include "plugins/core/host/environment.h"
 
 namespace stof {
@@ -16,8 +19,13 @@ namespace {
 
 #if defined(STOF_SM90)
 constexpr HeadSizeTable kTables[] = {{64, FindSm90D64}, {128, FindSm90D128}, {192, FindSm90D192}, {256, FindSm90D256}};
+constexpr HeadSizeTable kSkipTables[] = {
+    {64, FindSm90SkipD64}, {128, FindSm90SkipD128}, {192, FindSm90SkipD192}, {256, FindSm90SkipD256}};
 
-KernelTable Find(const KernelProblem& problem) { return FindByHeadSize(kTables, problem); }
+KernelTable Find(const KernelProblem& problem) {
+  const KernelTable skipping = problem.skips_scores ? FindByHeadSize(kSkipTables, problem) : KernelTable();
+  return skipping.size() > 0 ? skipping : FindByHeadSize(kTables, problem);
+}
 #else
 KernelTable Find(const KernelProblem&) { return KernelTable(); }
 #endif
@@ -80,6 +88,10 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   params.cold_l2 = IsL2Cold(bytes, job->device().l2_bytes) ? 1 : 0;
   const MaskEntry* const entry = job->mask_entry();
   if (HasSchedule(entry)) STOF_RETURN_IF_ERROR(SetSchedule(job, plan, *entry, &params));
+  if (kernel.skips_scores) {
+    params.skip_distance = kLog2E * SkipDistance(job->args().scores.skip_threshold, shape.T);
+    STOF_RETURN_IF_ERROR(GetSkipCounts(&params.skip_counts));
+  }
   // Fully masked rows that attend all keys are left to a second kernel.
   const bool second = job->NeedsEmptyRowPass();
   STOF_RETURN_IF_ERROR(job->PreparePadding(second, &params.attention.pad_bits, &params.empty_flags));

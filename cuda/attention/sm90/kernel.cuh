@@ -16,6 +16,7 @@
 #include "cuda/attention/sm90/api.h"
 #include "cuda/attention/sm90/combine.cuh"
 #include "cuda/attention/sm90/config.cuh"
+#include "cuda/attention/sm90/skip_test.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm90.cuh"
@@ -296,9 +297,22 @@ class Sm90Attention {
     FetchBits(next, bits);
     const float none[2] = {0.0f, 0.0f};
     RowSoftmax::template RaiseMax<true>(scale_, none, s, &eager, row_max, factor, sum);
+    // Skip by score. The first tile is kept, so that every row with a key in it has a largest score.
+    const bool is_row[2] = {info.row0 + row_ < p_.attention.S, info.row0 + row_ + 8 < p_.attention.S};
+    SkipTest<S> test(p_.skip_distance, row_max, is_row);
+    SkipRecord record;
+    bool kept = true;  // the last tile; its weights are packed
     RowSoftmax::FinishWeights(&eager, s, sum);
     Pack(s, weights);
     while (!last) {
+      if constexpr (S::kSkipsByScore) {
+        record.Next();
+        if (record.IsTested()) {
+          const Registers registers = {o, s, weights, bits, row_max, sum};
+          kept = ComputeTestedTile(info, query, kept, registers, keys, values, slots, &test, &record, &next, &last);
+          continue;
+        }
+      }
       slots->Next();
       Wait(Barrier(kKeyFull, keys->at), keys->phase);
       PingPongWait();
@@ -353,10 +367,13 @@ class Sm90Attention {
     if (S::kPingPongEnds) PingPongWait();
     PinRegisters(o);
     PinRegisters(weights);
-    WgmmaFence();
-    AddValues(values->at, weights, o);
-    WgmmaCommit();
+    if (!S::kSkipsByScore || kept) {
+      WgmmaFence();
+      AddValues(values->at, weights, o);
+      WgmmaCommit();
+    }
     if (S::kPingPongEnds) PingPongSignal();
+    if constexpr (S::kSkipsByScore) CountTiles(info, record);
     const RowScales row_scales = FinalizeRows(info, row_max, sum);
     WgmmaWait<0>();
     PinRegisters(o);
@@ -370,6 +387,25 @@ class Sm90Attention {
         SkipTile(keys, values, slots);
       }
     }
+  }
+
+  // ---- skip by score: cuda/attention/sm90/skip_tiles.cuh ----
+  // Of a thread, from tile to tile.
+  struct Registers {
+    float (&o)[kOutputs], (&s)[kScores];
+    uint32_t (&weights)[kScores / 2], (&bits)[S::kMaskWords];
+    float (&row_max)[2], (&sum)[2];
+  };
+  __device__ __forceinline__ bool ComputeTestedTile(const WorkTileInfo& info, int query, bool has_weights,
+                                                    const Registers& registers, Ring<S::kStages>* keys,
+                                                    Ring<S::kStages>* values, Ring<S::kSlots>* slots, SkipTest<S>* test,
+                                                    SkipRecord* record, int* next, bool* last);
+  __device__ __forceinline__ bool TestTile(int code, const float (&row_max)[2], const float (&s)[kScores],
+                                           SkipTest<S>* test, SkipRecord* record) const;
+  __device__ __forceinline__ void CountTiles(const WorkTileInfo& info, const SkipRecord& record) const;
+  // The outer vote tells the compiler that the answer is the same in a warp.
+  __device__ __forceinline__ bool AnyOfWarpgroup(bool x) const {
+    return __any_sync(~0u, AnyNamed(OwnBarrier(), kWarpgroup, x)) != 0;
   }
 
   // Whether this warpgroup is in the set of those that skip a tile. With padding none skips: it might leave a warpgroup
@@ -517,9 +553,8 @@ class Sm90Attention {
   __device__ __forceinline__ unsigned char* CombineMemory() const {
     return shared_ - pipeline_ * S::kPipelineBytes + S::kCombineMemory;
   }
-  __device__ __forceinline__ void SyncWarpgroup() const {
-    SyncNamed(kWarpgroupBarrier + pipeline_ * S::kConsumers + wg_, kWarpgroup);
-  }
+  __device__ __forceinline__ int OwnBarrier() const { return kWarpgroupBarrier + pipeline_ * S::kConsumers + wg_; }
+  __device__ __forceinline__ void SyncWarpgroup() const { SyncNamed(OwnBarrier(), kWarpgroup); }
 
   const Sm90Params& p_;
   unsigned char* shared_;
@@ -537,6 +572,7 @@ class Sm90Attention {
 #include "cuda/attention/sm90/epilogue.cuh"
 #include "cuda/attention/sm90/producer.cuh"
 #include "cuda/attention/sm90/score_bias.cuh"
+#include "cuda/attention/sm90/skip_tiles.cuh"
 namespace stof {
 namespace cuda {
 namespace sm90 {

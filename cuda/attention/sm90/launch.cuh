@@ -77,6 +77,7 @@ constexpr KernelEntry MakeKernelOf(RowNs row, FullNs full, PartialNs partial, Ns
   kernel.rows = S::kM, kernel.keys = S::kN;
   kernel.ctas_per_sm = S::kPipelines / S::kSplit;
   kernel.is_scheduled = true;
+  kernel.skips_scores = S::kSkipsByScore;
   kernel.cost.row = row.value, kernel.cost.full = full.value, kernel.cost.partial = partial.value;
   kernel.cost.split_kv = S::kSplit;
   kernel.cost.ns_per_mib = per_mib.value;
@@ -91,22 +92,23 @@ constexpr KernelEntry MakeKernelOf(RowNs row, FullNs full, PartialNs partial, Ns
 
 // What MakeKernel makes of its arguments.
 template <typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
-          typename Splits_, ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic>
+          typename Splits_, ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic, bool kSkipsByScore>
 struct ShapeOf;
 template <int kHead, int kRows, int kKeys, int kStages, int kQueryStages, int kPipelines, int kSplits,
-          ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic>
+          ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic, bool kSkipsByScore>
 struct ShapeOf<Head<kHead>, Tile<kRows, kKeys>, Stages<kStages>, QueryStages<kQueryStages>, Pipelines<kPipelines>,
-               Splits<kSplits>, kScoreMod, kPingPongEnds, kDynamic> {
-  using Type =
-      Sm90Shape<kHead, kRows, kKeys, kStages, kQueryStages, kPipelines, kSplits, kScoreMod, kPingPongEnds, kDynamic>;
+               Splits<kSplits>, kScoreMod, kPingPongEnds, kDynamic, kSkipsByScore> {
+  using Type = Sm90Shape<kHead, kRows, kKeys, kStages, kQueryStages, kPipelines, kSplits, kScoreMod, kPingPongEnds,
+                         kDynamic, kSkipsByScore>;
 };
 
 // A row of a table.
 template <typename T, typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
           typename Splits_ = Splits<1>, ScoreMod kScoreMod = ScoreMod::kNone, bool kPingPongEnds = false,
-          bool kDynamic = false>
+          bool kDynamic = false, bool kSkipsByScore = false>
 constexpr KernelEntry MakeKernel(RowNs row, FullNs full, PartialNs partial, NsPerMib per_mib = {}, SoloPct solo = {}) {
-  using Shape = ShapeOf<Head_, Tile_, Stages_, QueryStages_, Pipelines_, Splits_, kScoreMod, kPingPongEnds, kDynamic>;
+  using Shape = ShapeOf<Head_, Tile_, Stages_, QueryStages_, Pipelines_, Splits_, kScoreMod, kPingPongEnds, kDynamic,
+                        kSkipsByScore>;
   return MakeKernelOf<typename Shape::Type, T>(row, full, partial, per_mib, solo);
 }
 

@@ -11,12 +11,12 @@ namespace cuda {
 namespace sm90 {
 
 // kRow, kFull, kPartial: nanoseconds, as RowNs, FullNs and PartialNs.
-template <typename Head_, typename Tile_, int64_t kRow, int64_t kFull, int64_t kPartial>
+template <typename Head_, typename Tile_, int64_t kRow, int64_t kFull, int64_t kPartial, bool kSkipsByScore = false>
 struct WideHeads {
   template <typename T, ScoreMod kScoreMod>
   static constexpr KernelEntry kKernels[] = {
-      MakeKernel<T, Head_, Tile_, Stages<2>, QueryStages<1>, Pipelines<1>, Splits<1>, kScoreMod>(
-          RowNs{kRow}, FullNs{kFull}, PartialNs{kPartial}),
+      MakeKernel<T, Head_, Tile_, Stages<2>, QueryStages<1>, Pipelines<1>, Splits<1>, kScoreMod, false, false,
+                 kSkipsByScore>(RowNs{kRow}, FullNs{kFull}, PartialNs{kPartial}),
   };
   static KernelTable Find(const KernelProblem& problem) {
     const bool bf16 = problem.dtype == DType::kBF16;

@@ -55,7 +55,7 @@ struct AttentionLimits {
   // Attribute skip_threshold. Not a NaN.
   static constexpr bool IsSkipThreshold(float x) { return x >= 0.0f && x <= static_cast<float>(kMostLength); }
   // Whether kernels of a target leave out key tiles by it. Function bodies and TensorRT compute all.
-  static constexpr bool SkipsScores(Target target) { return target == Target::kCpu; }
+  static constexpr bool SkipsScores(Target target) { return target == Target::kCpu || target == Target::kCuda; }
 
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};
