@@ -341,7 +341,7 @@ TEST(CudaRelativeTermsOfSkippedTiles) {
         TableCase* const tables[] = {&c.key[0], &c.query, &c.key[1]};
         for (int i = 0; i < bands; ++i) {
           tables[i]->is_given = true, tables[i]->naming = (i + mask) % 2 == 0 ? Naming::kRising : Naming::kFalling;
-          tables[i]->has_further_column = (i + bands) % 2 == 0;
+          tables[i]->has_row_bias = (i + bands) % 2 == 0;
         }
         Adapt(cases.size(), &c);
         cases.push_back(c);
