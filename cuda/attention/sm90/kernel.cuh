@@ -307,8 +307,7 @@ class Sm90Attention {
     while (!last) {
       if constexpr (S::kSkipsByScore) {
         record.Next();
-        // Partial tiles are all tested: only a test tells whether they have an allowed pair, and count.
-        if (record.IsTested() || next != kFull) {
+        if (record.IsTested()) {
           const Registers registers = {o, s, weights, bits, row_max, sum};
           kept = ComputeTestedTile(info, query, kept, registers, keys, values, slots, &test, &record, &next, &last);
           continue;

@@ -168,7 +168,8 @@ inline std::vector<int64_t> TilesOf(const Case& c, const Problem& p, const Block
     const auto own = static_cast<int>(group % (kernel.rows / kGroup));
     auto begin = static_cast<size_t>(block.row_ptr[static_cast<size_t>(row)]);
     auto end = static_cast<size_t>(block.row_ptr[static_cast<size_t>(row) + 1]);
-    if (c.padding == Padding::kNone && kernel.rows > kGroup) {
+    // Kernels with softcap go through tiles of other groups, too (Sm90Shape::kSkipsTiles).
+    if (c.padding == Padding::kNone && kernel.rows > kGroup && c.softcap == 0) {
       while (begin < end && (cuda::LeadingSkips(list.code[begin]) >> own & 1) != 0) ++begin;
       while (begin < end && (cuda::TrailingSkips(list.code[end - 1]) >> own & 1) != 0) --end;
     }
