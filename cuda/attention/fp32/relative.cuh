@@ -21,7 +21,7 @@ __device__ __forceinline__ void Fp32Attention<kHead, kPlanes, kTile, kScoreMod, 
   const RelativeScores<S::kBlocks> scores(p_, b_, h_, row0_ + warp_ * S::kBlocks * 16, tile * S::kN, lane);
   const int first = scores.First();
   const auto scale_of = [&](const BandTerm& term) {
-    return BandScale{WindowFactor(term, h_, first), WindowColumn(term, h_, first), p_.scale};
+    return BandScale{WindowFactor(term, h_, first), WindowRowBias(term, h_, first), p_.scale};
   };
   const int row = warp_ * S::kBlocks * 16 + lane % 16;
   const uint32_t query = SharedAddress(Queries() + SwizzledOffset<kHead>(row, lane / 16));

@@ -42,8 +42,8 @@ __device__ __forceinline__ void ExpandFragment(const ExpandParams& p, int64_t he
   }
   reinterpret_cast<uint4*>(p.to)[head * CountFragments(p) + fragment] =
       make_uint4(words[0], words[1], words[2], words[3]);
-  if (p.column == nullptr || pair != 0 || lane % 4 != 0) return;
-  p.column[head * p.expanded + own] = p.columns > p.D ? read(offset_of(own) + p.D) : 0.0f;
+  if (p.row_bias == nullptr || pair != 0 || lane % 4 != 0) return;
+  p.row_bias[head * p.expanded + own] = p.columns > p.D ? read(offset_of(own) + p.D) : 0.0f;
 }
 
 // The products of rows [row0, row0 + 16) of a head of x and all expanded rows, by a warp.
@@ -59,14 +59,14 @@ __device__ __forceinline__ void MultiplyPartRows(const PartProductParams& p, int
   };
   const uint4* const rows =
       reinterpret_cast<const uint4*>(static_cast<const char*>(p.rows) + h * p.row_stride_h) + lane;
-  const float* const further = p.column + h * p.column_stride_h + 2 * (lane % 4);
+  const float* const bias = p.row_bias + h * p.row_bias_stride_h + 2 * (lane % 4);
   float* const to = p.products + bh * p.N * p.columns + 2 * (lane % 4);
   for (int first = 0; first < p.columns; first += 32) {
     float c[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      c[n][0] = c[n][2] = further[first + 8 * n];
-      c[n][1] = c[n][3] = further[first + 8 * n + 1];
+      c[n][0] = c[n][2] = bias[first + 8 * n];
+      c[n][1] = c[n][3] = bias[first + 8 * n + 1];
     }
     for (int k = 0; k < p.pairs; ++k) {
       uint32_t a[2][4];

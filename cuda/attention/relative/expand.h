@@ -17,7 +17,7 @@ struct ExpandParams {
   int32_t is_float = 0;         // else it has the type of query
   int32_t heads = 0, rows = 0, columns = 0;
   int64_t stride_h = 0;
-  int32_t D = 0;  // elements of a row in products; a column behind them is added
+  int32_t D = 0;  // elements of a row in products; the row bias behind them is added
   const int32_t* row = nullptr;
   int64_t first = 0, count = 0;
   int32_t is_reversed = 0;      // rows are counted from the last one
@@ -25,7 +25,7 @@ struct ExpandParams {
   int64_t expanded = 0;         // rows of the result, a multiple of 8
   void* to = nullptr;           // [heads, expanded / 8, pairs, 32, 8]
   int32_t is_left_operand = 0;  // of products of keys (band.h); not in fp32
-  float* column = nullptr;      // [heads, expanded]: the further column, or 0; nullptr: not written, not in fp32
+  float* row_bias = nullptr;    // [heads, expanded]: row bias, or 0; nullptr: not written, not in fp32
   float* factor = nullptr;      // the same, fp32
 };
 constexpr int kMostExpanded = 3;
@@ -41,14 +41,14 @@ struct PartProductParams {
   int32_t B = 0, H = 0, group = 1;  // query heads of a head of x
   int32_t N = 0, D = 0;
   const void* rows = nullptr;  // [H or 1, columns / 8, pairs, 32, 8]
-  const float* column = nullptr;
+  const float* row_bias = nullptr;
   int64_t row_stride_h = 0;        // in bytes
-  int64_t column_stride_h = 0;     // in elements
+  int64_t row_bias_stride_h = 0;   // in elements
   int32_t pairs = 0, columns = 0;  // a multiple of 32
   float* products = nullptr;       // [B, H, N, columns]
 };
 int LaunchPartProducts(const PartProductParams& params, DType dtype, void* stream);
-// fp32: by the rows of a table as they are. Of p, rows and column are not read; table: `to` and what is behind is not
+// fp32: by the rows of a table as they are. Of p, rows and row_bias are not read; table: `to` and what is behind is not
 // read.
 int LaunchPartProductsFp32(const PartProductParams& params, const ExpandParams& table, void* stream);
 

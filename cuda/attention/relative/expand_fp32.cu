@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) ExpandFp32Kernel(const __grid_consta
     }
     if (lane % 4 != 0) continue;
     p.factor[head * p.expanded + expanded] = PowerOfTwo(exponent);
-    p.column[head * p.expanded + expanded] = p.columns > p.D ? from[p.D] : 0.0f;
+    p.row_bias[head * p.expanded + expanded] = p.columns > p.D ? from[p.D] : 0.0f;
   }
 }
 
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(kThreads) PartProductFp32Kernel(const __grid_c
     const float* const of_table = static_cast<const float*>(table.table);
     const int table_head = table.heads == 1 ? 0 : h;
     float sum[kOwn];
-    const float further =
+    const float bias =
         table.columns > table.D ? of_table[RowOffset(table, table_head, column0 + lane) + table.D] : 0.0f;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) sum[i] = further;
+    for (int i = 0; i < kOwn; ++i) sum[i] = bias;
     for (int d0 = 0; d0 < p.D; d0 += kElements) {
       __syncthreads();
       for (int i = warp; i < kTile; i += kWarps) {

@@ -40,11 +40,11 @@ Status PlanRelative(const AttentionArgs& args, int head_size, RelativeLayout* la
     // In fp32, rows are split into high and low parts with a factor, and multiplied by parts of positions as they are.
     const bool is_fp32 = shape.dtype == DType::kF32;
     const int64_t row_bytes = term.expanded * term.pairs * 32 * SizeOf(shape.dtype);
-    if (term.heads > 1) term.row_stride_h = row_bytes, term.column_stride_h = term.expanded;
+    if (term.heads > 1) term.row_stride_h = row_bytes, term.row_bias_stride_h = term.expanded;
     if (term.is_band || !is_fp32) {
       term.rows = take(term.heads * row_bytes);
-      term.has_column = is_fp32 || !term.is_band || table.columns > shape.D;
-      if (term.has_column) term.column = take(term.heads * term.expanded * 4);
+      term.has_row_bias = is_fp32 || !term.is_band || table.columns > shape.D;
+      if (term.has_row_bias) term.row_bias = take(term.heads * term.expanded * 4);
     }
     if (term.is_band && is_fp32) term.factor = take(term.heads * term.expanded * 4);
     if (!term.is_band) term.products = take(shape.B * shape.H * (i == 2 ? shape.T : shape.S) * term.expanded * 4);

@@ -33,10 +33,10 @@ struct RelativeTermLayout {
   int pairs = 0;         // pairs of k-steps
   int64_t expanded = 0;  // rows of the expanded table
   int64_t first = 0;     // expanded row i is row first + i of RelativeRows::row
-  bool has_column = false;
-  int64_t rows = 0, column = 0, factor = 0, products = 0;
-  int64_t row_stride_h = 0;     // in bytes; 0: all heads share one table
-  int64_t column_stride_h = 0;  // of column and factor, in elements
+  bool has_row_bias = false;
+  int64_t rows = 0, row_bias = 0, factor = 0, products = 0;
+  int64_t row_stride_h = 0;       // in bytes; 0: all heads share one table
+  int64_t row_bias_stride_h = 0;  // of row bias and factor, in elements
 };
 
 struct RelativeLayout {

@@ -10,11 +10,11 @@ namespace cuda {
 
 // A term that is a function of the distance of key and query: the expanded table (band.h). rows nullptr: there is none.
 struct BandTerm {
-  const void* rows = nullptr;     // [heads, blocks, pairs of k-steps, 32, 8], of the type of query
-  const float* column = nullptr;  // [heads, expanded rows]: added to the products; nullptr: 0, not in fp32
-  const float* factor = nullptr;  // the same, fp32: row = (high + low) * factor
-  int64_t row_stride_h = 0;       // in bytes; 0: all heads share one table
-  int64_t column_stride_h = 0;    // of column and factor, in elements
+  const void* rows = nullptr;       // [heads, blocks, pairs of k-steps, 32, 8], of the type of query
+  const float* row_bias = nullptr;  // [heads, expanded rows]: added to the products; nullptr: 0, not in fp32
+  const float* factor = nullptr;    // the same, fp32: row = (high + low) * factor
+  int64_t row_stride_h = 0;         // in bytes; 0: all heads share one table
+  int64_t row_bias_stride_h = 0;    // of row bias and factor, in elements
 };
 
 // A term of parts of positions, as the rows of a grid are: the product of each query or key and every row that pairs

@@ -91,9 +91,9 @@ class RelativeScores {
     }
   }
 
-  // Adds the further column of a window.
-  __device__ __forceinline__ void AddColumn(const float* column, Scores& s) const {
-    const float* const own = column + lane_ % 4 * 2 - lane_ / 4;
+  // Adds the row bias of a window.
+  __device__ __forceinline__ void AddRowBias(const float* row_bias, Scores& s) const {
+    const float* const own = row_bias + lane_ % 4 * 2 - lane_ / 4;
     constexpr int kDiagonals = kColumns + 2 * kBlocks - 1;  // of blocks of 8 queries and 8 keys
 #pragma unroll
     for (int d = 0; d < kDiagonals; ++d) {
@@ -195,11 +195,11 @@ __device__ __forceinline__ const uint32_t* WindowRows(const BandTerm& term, int 
   return reinterpret_cast<const uint32_t*>(static_cast<const char*>(term.rows) + h * term.row_stride_h) +
          4 * FragmentIndex(first / 8, 0, kPairs, lane);
 }
-__device__ __forceinline__ const float* WindowColumn(const BandTerm& term, int h, int first) {
-  return term.column + h * term.column_stride_h + first;
+__device__ __forceinline__ const float* WindowRowBias(const BandTerm& term, int h, int first) {
+  return term.row_bias + h * term.row_bias_stride_h + first;
 }
 __device__ __forceinline__ const float* WindowFactor(const BandTerm& term, int h, int first) {
-  return term.factor + h * term.column_stride_h + first;
+  return term.factor + h * term.row_bias_stride_h + first;
 }
 
 }  // namespace cuda

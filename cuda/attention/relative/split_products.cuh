@@ -15,7 +15,7 @@ namespace cuda {
 // Factors that products are multiplied by, and what is added to them behind that.
 struct BandScale {
   const float* factor;  // of expanded rows, from the first one of the window on
-  const float* column;
+  const float* row_bias;
   float scale;  // of scores
 };
 
@@ -60,14 +60,14 @@ __device__ __forceinline__ void MultiplySplitQueries(const uint32_t* rows, const
   for (int n = 0; n < 2; ++n) {
     const int at = 16 * u + 8 * n + 2 * (lane % 4);
     const float2 factor = *reinterpret_cast<const float2*>(by.factor + at);
-    const float2 column = *reinterpret_cast<const float2*>(by.column + at);
+    const float2 row_bias = *reinterpret_cast<const float2*>(by.row_bias + at);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float* const pair = x[i][n] + 2 * r;
-        pair[0] = pair[0] * factor.x * row_scale[i][r] + column.x * by.scale;
-        pair[1] = pair[1] * factor.y * row_scale[i][r] + column.y * by.scale;
+        pair[0] = pair[0] * factor.x * row_scale[i][r] + row_bias.x * by.scale;
+        pair[1] = pair[1] * factor.y * row_scale[i][r] + row_bias.y * by.scale;
       }
     }
   }
@@ -119,10 +119,10 @@ __device__ __forceinline__ void MultiplySplitKeys(const uint32_t* rows, const Ba
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int at = 8 * (j + 2 * u + r) + lane / 4;
-        const float factor = by.factor[at], column = by.column[at] * by.scale;
+        const float factor = by.factor[at], row_bias = by.row_bias[at] * by.scale;
         float* const pair = z[u][n] + 2 * r;
-        pair[0] = pair[0] * factor * key.x * by.scale + column;
-        pair[1] = pair[1] * factor * key.y * by.scale + column;
+        pair[0] = pair[0] * factor * key.x * by.scale + row_bias;
+        pair[1] = pair[1] * factor * key.y * by.scale + row_bias;
       }
     }
   }

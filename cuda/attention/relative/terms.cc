@@ -23,7 +23,7 @@ ExpandParams ExpandParamsOf(const AttentionArgs& args, const RelativeTable& tabl
   p.is_reversed = table.index.is_reversed ? 1 : 0;
   p.pairs = layout.pairs, p.expanded = layout.expanded;
   p.to = workspace + layout.rows;
-  p.column = layout.has_column ? reinterpret_cast<float*>(workspace + layout.column) : nullptr;
+  p.row_bias = layout.has_row_bias ? reinterpret_cast<float*>(workspace + layout.row_bias) : nullptr;
   p.factor = reinterpret_cast<float*>(workspace + layout.factor);
   return p;
 }
@@ -56,7 +56,7 @@ Status MultiplyParts(const AttentionArgs& args, const ExpandParams& table, const
   p.group = of_keys ? Narrow(shape.H / shape.G) : 1;
   p.N = Narrow(of_keys ? shape.T : shape.S), p.D = Narrow(shape.D);
   p.rows = table.to, p.row_stride_h = layout.row_stride_h;
-  p.column = table.column, p.column_stride_h = layout.column_stride_h;
+  p.row_bias = table.row_bias, p.row_bias_stride_h = layout.row_bias_stride_h;
   p.pairs = layout.pairs, p.columns = Narrow(layout.expanded);
   p.products = reinterpret_cast<float*>(workspace + layout.products);
   const int error = shape.dtype == DType::kF32 ? LaunchPartProductsFp32(p, table, stream)
@@ -89,7 +89,7 @@ Status PrepareRelative(const AttentionArgs& args, const RelativeLayout& layout, 
     const ExpandParams& expand = tables[i];
     RelativeTerm* const term = i == 2 ? &params->query : &params->key[i];
     if (own.is_band) {
-      term->band = {expand.to, expand.column, expand.factor, own.row_stride_h, own.column_stride_h};
+      term->band = {expand.to, expand.row_bias, expand.factor, own.row_stride_h, own.row_bias_stride_h};
       continue;
     }
     STOF_RETURN_IF_ERROR(MultiplyParts(args, expand, own, i == 2, base, stream));

@@ -54,9 +54,9 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
       }
     }
   }
-  if (term.column == nullptr) return;
+  if (term.row_bias == nullptr) return;
   const int at = from + thread * (kSector / 4);
-  if (at < kWindow) CopyAsync4(unread, term.column + h_ * term.column_stride_h + first + at);
+  if (at < kWindow) CopyAsync4(unread, term.row_bias + h_ * term.row_bias_stride_h + first + at);
 }
 
 // The rows of a window that begins with expanded row `first`.
@@ -108,12 +108,12 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
         add_queries(RelativeRows<false>(term.band, first, lane, ring));
       }
     }
-    if (term.band.column != nullptr) scores.AddColumn(WindowColumn(term.band, h_, first), s);
+    if (term.band.row_bias != nullptr) scores.AddRowBias(WindowRowBias(term.band, h_, first), s);
     if (term.part.products != nullptr) scores.AddParts(term.part, false, 1.0f, s);
   }
   const RelativeTerm& term = this->relative.query;
   if (term.part.products != nullptr) scores.AddParts(term.part, true, 1.0f, s);
-  if (term.band.column != nullptr) scores.AddColumn(WindowColumn(term.band, h_, first), s);
+  if (term.band.row_bias != nullptr) scores.AddRowBias(WindowRowBias(term.band, h_, first), s);
   if (term.band.rows == nullptr) return false;
   const uint32_t from = keys + 2 * SwizzledOffset<kHead>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const auto read_keys = [from](int k, int j, uint32_t (&b)[4]) {

@@ -50,7 +50,9 @@ struct AttentionLimits {
 
   // How many of relative_key, relative_key1, relative_query and relative_value the kernels of a target take, in this
   // order, and relative_bias_factor. The TensorRT plugin runs the CUDA kernels, but refuses the roles.
-  static constexpr int64_t RelativeTablesOf(Target target) { return target == Target::kCpu ? 4 : 3; }
+  static constexpr int64_t RelativeTablesOf(Target target) {
+    return target == Target::kCpu ? 4 : target == Target::kCuda ? 3 : 0;
+  }
 
   // Attribute skip_threshold. Not a NaN.
   static constexpr bool IsSkipThreshold(float x) { return x >= 0.0f && x <= static_cast<float>(kMostLength); }

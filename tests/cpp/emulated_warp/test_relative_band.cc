@@ -23,7 +23,7 @@ constexpr int kHead = 64, kPairs = kHead / 32;
 // A problem of S queries and T keys; its table has a row for each expanded row.
 struct Problem {
   int S, T;
-  std::vector<float> query, key, rows, column;  // [padded S, kHead], [padded T, kHead], [expanded, kHead], [expanded]
+  std::vector<float> query, key, rows, row_bias;  // [padded S, kHead], [padded T, kHead], [expanded, kHead], [expanded]
   std::vector<uint16_t> fragments, left_fragments;
 
   Problem(int queries, int keys, Random* random) : S(queries), T(keys) {
@@ -31,7 +31,7 @@ struct Problem {
     query = DrawIntegers(random, int64_t{cuda::PaddedQueries(S)} * kHead);
     key = DrawIntegers(random, int64_t{cuda::PaddedKeys(T)} * kHead);
     rows = DrawIntegers(random, expanded * kHead);
-    column = DrawIntegers(random, expanded);
+    row_bias = DrawIntegers(random, expanded);
     fragments.resize(static_cast<size_t>(expanded * kHead));
     left_fragments.resize(fragments.size());
     for (int64_t at = 0; at < expanded * kHead; ++at) {
@@ -45,8 +45,8 @@ struct Problem {
           element(block / 2 * 16 + cuda::LeftFragmentRow(lane, i), 16 * step + cuda::LeftFragmentColumn(lane, i));
     }
   }
-  float Dot(const std::vector<float>& x, int of, int64_t row, bool has_column) const {
-    float sum = has_column ? column[static_cast<size_t>(row)] : 0.0f;
+  float Dot(const std::vector<float>& x, int of, int64_t row, bool has_row_bias) const {
+    float sum = has_row_bias ? row_bias[static_cast<size_t>(row)] : 0.0f;
     for (int d = 0; d < kHead; ++d) {
       sum += x[static_cast<size_t>(of * kHead + d)] * rows[static_cast<size_t>(row * kHead + d)];
     }
@@ -76,11 +76,11 @@ std::vector<unsigned char> FillRing(const Problem& problem, const std::vector<ui
 // Adds a term to the scores of 16 kBlocks queries from `row` on and 64 keys from `key` on, and compares all of them.
 // make_rows(first, lane) gives the window of a lane.
 template <int kBlocks, typename MakeRows>
-void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int key, bool of_keys, bool has_column) {
+void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int key, bool of_keys, bool has_row_bias) {
   cuda::AttentionParams p;
   p.B = p.H = p.G = 1, p.S = problem.S, p.T = problem.T;
   cuda::BandTerm term;
-  if (has_column) term.column = problem.column.data();
+  if (has_row_bias) term.row_bias = problem.row_bias.data();
   std::atomic<int> blocks_of_keys{0};
   std::vector<float> got(static_cast<size_t>(16 * kBlocks * 64));
   emulated::Warp::Run([&](int lane) {
@@ -129,7 +129,7 @@ void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int
           },
           s);
     }
-    if (has_column) scores.AddColumn(cuda::WindowColumn(term, 0, first), s);
+    if (has_row_bias) scores.AddRowBias(cuda::WindowRowBias(term, 0, first), s);
     for (int i = 0; i < kBlocks; ++i) {
       for (int j = 0; j < 8; ++j) {
         for (int e = 0; e < 4; ++e) {
@@ -143,7 +143,7 @@ void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int
     for (int c = 0; c < 64; ++c) {
       const int64_t expanded = cuda::ExpandedRow(row + r, key + c, problem.S);
       const float term_of_pair =
-          problem.Dot(of_keys ? problem.key : problem.query, of_keys ? key + c : row + r, expanded, has_column);
+          problem.Dot(of_keys ? problem.key : problem.query, of_keys ? key + c : row + r, expanded, has_row_bias);
       CHECK(got[static_cast<size_t>(r * 64 + c)] == 1000.0f + term_of_pair, "query ", row + r, ", key ", key + c,
             of_keys ? ", of keys: " : ", of queries: ", got[static_cast<size_t>(r * 64 + c)], ", expected ",
             1000.0f + term_of_pair);
@@ -152,14 +152,14 @@ void CheckTileOf(const MakeRows& make_rows, const Problem& problem, int row, int
 }
 
 template <int kBlocks>
-void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_column) {
+void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_row_bias) {
   const std::vector<uint16_t>& fragments = of_keys ? problem.left_fragments : problem.fragments;
   cuda::BandTerm term;
   term.rows = fragments.data();
   const auto in_memory = [&term](int first, int lane) {
     return cuda::GlobalWindow<kHead>(cuda::WindowRows<kPairs>(term, 0, first, lane));
   };
-  CheckTileOf<kBlocks>(in_memory, problem, row, key, of_keys, has_column);
+  CheckTileOf<kBlocks>(in_memory, problem, row, key, of_keys, has_row_bias);
   constexpr int kRows = 64 * kBlocks;
   constexpr uint32_t kRing = 32;  // its address
   std::vector<unsigned char> shared = FillRing<kRows>(problem, fragments, row / kRows * kRows, key);
@@ -168,7 +168,7 @@ void CheckTile(const Problem& problem, int row, int key, bool of_keys, bool has_
   const auto in_ring = [](int first, int lane) {
     return cuda::RingWindow<kHead, (kRows + 64) / 16>(kRing, first, lane);
   };
-  CheckTileOf<kBlocks>(in_ring, problem, row, key, of_keys, has_column);
+  CheckTileOf<kBlocks>(in_ring, problem, row, key, of_keys, has_row_bias);
 }
 
 TEST(RelativeBandsOfTiles) {
@@ -178,13 +178,13 @@ TEST(RelativeBandsOfTiles) {
     // The first and the last band of all, and one between.
     const int last_row = cuda::PaddedQueries(S), last_key = cuda::PaddedKeys(problem.T) - 64;
     for (const bool of_keys : {false, true}) {
-      for (const bool has_column : {false, true}) {
-        CheckTile<1>(problem, 0, last_key, of_keys, has_column);
-        CheckTile<1>(problem, last_row - 16, 0, of_keys, has_column);
-        CheckTile<1>(problem, 48, 64, of_keys, has_column);
-        CheckTile<2>(problem, 0, last_key, of_keys, has_column);
-        CheckTile<2>(problem, last_row - 32, 0, of_keys, has_column);
-        CheckTile<2>(problem, 32, 0, of_keys, has_column);
+      for (const bool has_row_bias : {false, true}) {
+        CheckTile<1>(problem, 0, last_key, of_keys, has_row_bias);
+        CheckTile<1>(problem, last_row - 16, 0, of_keys, has_row_bias);
+        CheckTile<1>(problem, 48, 64, of_keys, has_row_bias);
+        CheckTile<2>(problem, 0, last_key, of_keys, has_row_bias);
+        CheckTile<2>(problem, last_row - 32, 0, of_keys, has_row_bias);
+        CheckTile<2>(problem, 32, 0, of_keys, has_row_bias);
       }
     }
   }
@@ -290,8 +290,8 @@ struct WholeProblem {
     expand.pairs = own.pairs, expand.expanded = own.expanded;
     expand.to = workspace.data() + own.rows;
     expand.is_left_operand = own.is_band && of_keys ? 1 : 0;
-    CHECK(own.has_column == (columns > kSize || !own.is_band));
-    if (own.has_column) expand.column = reinterpret_cast<float*>(workspace.data() + own.column);
+    CHECK(own.has_row_bias == (columns > kSize || !own.is_band));
+    if (own.has_row_bias) expand.row_bias = reinterpret_cast<float*>(workspace.data() + own.row_bias);
     for (int64_t head = 0; head < own.heads; ++head) {
       for (int i = 0; i < cuda::CountFragments(expand); ++i) cuda::ExpandFragment<EmulatedBf16>(expand, head, i);
     }
@@ -328,8 +328,8 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
   p.B = 1, p.H = 4, p.G = 2, p.S = static_cast<int>(S), p.T = static_cast<int>(T);
   char* const base = const_cast<char*>(problem.workspace.data());
   cuda::BandTerm band;
-  band.rows = problem.expand.to, band.column = problem.expand.column;
-  band.row_stride_h = own.row_stride_h, band.column_stride_h = own.column_stride_h;
+  band.rows = problem.expand.to, band.row_bias = problem.expand.row_bias;
+  band.row_stride_h = own.row_stride_h, band.row_bias_stride_h = own.row_bias_stride_h;
   std::vector<int32_t> key_part, query_part;
   for (int64_t j = 0; j < T; ++j) key_part.push_back(static_cast<int32_t>(problem.rows->view().KeyPart(j)));
   for (int64_t i = 0; i < S; ++i) query_part.push_back(static_cast<int32_t>(problem.rows->view().QueryPart(i)));
@@ -342,8 +342,8 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
   multiply.x = x.data, multiply.stride = x.stride;
   multiply.B = 1, multiply.H = 4, multiply.group = of_keys ? 2 : 1;
   multiply.N = static_cast<int>(N), multiply.D = static_cast<int>(problem.args.shape.D);
-  multiply.rows = problem.expand.to, multiply.column = problem.expand.column;
-  multiply.row_stride_h = own.row_stride_h, multiply.column_stride_h = own.column_stride_h;
+  multiply.rows = problem.expand.to, multiply.row_bias = problem.expand.row_bias;
+  multiply.row_stride_h = own.row_stride_h, multiply.row_bias_stride_h = own.row_bias_stride_h;
   multiply.pairs = own.pairs, multiply.columns = part.columns;
   multiply.products = reinterpret_cast<float*>(base + own.products);
   const int row0 = static_cast<int>(random->Range(0, (S - 1) / 16)) * 16;
@@ -380,8 +380,8 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
           [&](int u, float (&y)[1][2][4]) { cuda::MultiplyQueries<EmulatedBf16, kHead, 1>(rows, u, read_queries, y); },
           s);
     }
-    if (own.is_band && own.has_column) {
-      scores.AddColumn(cuda::WindowColumn(band, static_cast<int>(h), scores.First()), s);
+    if (own.is_band && own.has_row_bias) {
+      scores.AddRowBias(cuda::WindowRowBias(band, static_cast<int>(h), scores.First()), s);
     }
     for (int j = 0; j < 8; ++j) {
       for (int e = 0; e < 4; ++e) got[static_cast<size_t>((g + e / 2 * 8) * 64 + 8 * j + 2 * t + e % 2)] = s[0][j][e];

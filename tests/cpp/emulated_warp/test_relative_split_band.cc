@@ -42,7 +42,7 @@ TEST(RelativeBandsOfSplitNumbers) {
   const int64_t expanded = cuda::ExpandedRows(kS, kT);
   const Split query(&random, int64_t{cuda::PaddedQueries(kS)} * kHead), rows(&random, expanded * kHead);
   const Split key(&random, int64_t{cuda::PaddedKeys(kT)} * kHead);
-  const std::vector<float> column = DrawIntegers(&random, expanded);
+  const std::vector<float> row_bias = DrawIntegers(&random, expanded);
   std::vector<float> factor, key_factor;
   for (int64_t i = 0; i < expanded; ++i) factor.push_back(static_cast<float>(1 << i % 3));
   for (int i = 0; i < 64; ++i) key_factor.push_back(static_cast<float>(1 << i % 4));
@@ -60,14 +60,14 @@ TEST(RelativeBandsOfSplitNumbers) {
   cuda::AttentionParams p;
   p.B = p.H = p.G = 1, p.S = kS, p.T = kT;
   cuda::BandTerm term;
-  term.rows = fragments.data(), term.column = column.data(), term.factor = factor.data();
+  term.rows = fragments.data(), term.row_bias = row_bias.data(), term.factor = factor.data();
   for (const bool of_keys : {false, true}) {
     std::vector<float> got(16 * 64);
     emulated::Warp::Run([&](int lane) {
       const cuda::RelativeScores<1> scores(p, 0, 0, kRow, kKey, lane);
       const int first = scores.First(), g = lane / 4, t = lane % 4;
       const uint32_t* const from = cuda::WindowRows<2 * kPairs>(term, 0, first, lane);
-      const cuda::BandScale by = {cuda::WindowFactor(term, 0, first), cuda::WindowColumn(term, 0, first), kScale};
+      const cuda::BandScale by = {cuda::WindowFactor(term, 0, first), cuda::WindowRowBias(term, 0, first), kScale};
       const float row_scale[1][2] = {{2.0f * kScale, 4.0f * kScale}};
       float s[1][8][4] = {};
       const auto read_queries = [&](int k, uint32_t (&high)[1][4], uint32_t (&low)[1][4]) {
@@ -105,7 +105,7 @@ TEST(RelativeBandsOfSplitNumbers) {
         const float product =
             of_keys ? key.Dot(rows, kKey + c, static_cast<int64_t>(row)) * key_factor[static_cast<size_t>(c)]
                     : query.Dot(rows, kRow + r, static_cast<int64_t>(row)) * (r < 8 ? 2.0f : 4.0f);
-        const float want = kScale * (product * factor[row] + column[row]);
+        const float want = kScale * (product * factor[row] + row_bias[row]);
         CHECK(got[static_cast<size_t>(r * 64 + c)] == want, of_keys ? "of keys " : "of queries ", r, " ", c, ": ",
               got[static_cast<size_t>(r * 64 + c)], ", expected ", want);
       }
