@@ -118,6 +118,7 @@ if wave 1; then
     for kernel in 0 1 2 4 6; do
       suite "9.0-kernel-$kernel-whole" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel STOF_CUDA_HALVES=0 STOF_CUDA_COLD=1 STOF_SAMPLE=3
     done
+    suite skip-scores-whole 200 CudaSkipScores STOF_CUDA_HALVES=0
     for kernel in 3 5 7 8 9; do
       suite "9.0-kernel-$kernel-cold" 150 CudaAttentionSm90 STOF_CUDA_KERNEL=$kernel STOF_CUDA_COLD=1 STOF_SAMPLE=3
     done

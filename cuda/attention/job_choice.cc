@@ -56,11 +56,9 @@ Status AttentionJob::Describe() {
   s.hash = mask_.fixed_hash;
   s.sizes = {args_.shape.B, args_.shape.H, args_.shape.S, args_.shape.T, sizes_.P};
   s.group_size = args_.shape.H / std::max<int64_t>(1, args_.shape.G);
-  const int64_t item = SizeOf(KvType(args_.shape)),
-                head = std::max<int64_t>(1, item * args_.shape.T * (args_.shape.D + args_.shape.Dv));
-  s.l2_heads = std::max<int64_t>(1, device_.l2_bytes / 2 / head) * s.group_size;
-  s.kv_bytes = args_.shape.B * args_.shape.G * head;
-  s.head_bytes = static_cast<int>(p.head_size * item);
+  s.l2_heads = L2HeadsOf(args_.shape, device_.l2_bytes);
+  s.kv_bytes = args_.shape.B * args_.shape.G * KvHeadBytes(args_.shape);
+  s.head_bytes = static_cast<int>(p.head_size * SizeOf(KvType(args_.shape)));
   s.is_fp32 = args_.shape.dtype == DType::kF32;
   s.sm_count = device_.sm_count;
   return Status();

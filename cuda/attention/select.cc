@@ -15,6 +15,7 @@
 #include "cuda/attention/rowwise/cost.h"
 #include "cuda/attention/select_key.h"
 #include "plugins/core/base/integers.h"
+#include "plugins/core/contract/attention_args.h"
 #include "plugins/core/host/environment.h"
 #include "plugins/core/mask/block_mask_cache.h"
 
@@ -29,6 +30,15 @@ constexpr double kRowwiseMargin = 0.9;
 constexpr int64_t kSparsePairs = 8;
 
 }  // namespace
+
+int64_t KvHeadBytes(const AttentionShape& shape) {
+  return std::max<int64_t>(1, SizeOf(KvType(shape)) * shape.T * (shape.D + shape.Dv));
+}
+
+int64_t L2HeadsOf(const AttentionShape& shape, int64_t l2_bytes) {
+  const int64_t group_size = shape.H / std::max<int64_t>(1, shape.G);
+  return std::max<int64_t>(1, l2_bytes / 2 / KvHeadBytes(shape)) * group_size;
+}
 
 MaskForm MaskFormOf(const KernelEntry& kernel, const SelectionProblem& problem) {
   // STOF_CUDA_HALVES=0 is for tests: small problems would use nothing but half tiles.

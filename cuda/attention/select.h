@@ -41,6 +41,11 @@ struct SelectionProblem {
 Status ChooseKernel(const KernelRequest& request, const KernelProblem& problem, const SelectionProblem& selection,
                     AttentionPlan* plan);
 
+// Bytes of all keys and values of a KV head, at least 1.
+int64_t KvHeadBytes(const AttentionShape& shape);
+// Query heads of an L2 head group, whose keys and values fill half of the L2 cache.
+int64_t L2HeadsOf(const AttentionShape& shape, int64_t l2_bytes);
+
 // The block mask that a scheduled kernel needs for the problem.
 MaskForm MaskFormOf(const KernelEntry& kernel, const SelectionProblem& problem);
 

@@ -157,23 +157,50 @@ struct Answer {
   int64_t tiles = 0, untested = 0, near = 0;
 };
 
+// The entries of the tile list that the work tile of each group has, [B * H, groups of a head]: all of its tile row, or
+// in a half tile those from the first to the last with a pair of the group.
+struct Entries {
+  int32_t begin, end;
+};
+inline std::vector<Entries> FindEntries(const Case& c, const BlockMask& block, const cuda::TileSchedule& schedule) {
+  const int64_t groups = (c.S + kGroup - 1) / kGroup, of_row = block.m / kGroup;
+  std::vector<Entries> entries(static_cast<size_t>(c.B * c.H * groups));
+  for (const cuda::WorkTile& tile : schedule.tiles) {
+    const int64_t bh = tile.index / block.rows, first = tile.index % block.rows * of_row;
+    const int32_t half = cuda::SubtileOf(tile);
+    for (int64_t own = 0; own < of_row && first + own < groups; ++own) {
+      if (half >= 0 && half != own) continue;
+      entries[static_cast<size_t>(bh * groups + first + own)] = {tile.begin, tile.end};
+    }
+  }
+  return entries;
+}
+
+// What decides through which tiles a kernel goes with a group. Without a mask there is no schedule.
+struct KernelTiles {
+  const cuda::KernelEntry& kernel;
+  cuda::TileList list;
+  std::vector<Entries> entries;  // FindEntries
+};
+
 // The tiles of a group in the order of a kernel: by the schedule's list; without a mask, rising.
-inline std::vector<int64_t> TilesOf(const Case& c, const Problem& p, const BlockMask& block, const cuda::TileList& list,
-                                    const cuda::KernelEntry& kernel, int64_t b, int64_t h, int64_t group) {
+inline std::vector<int64_t> TilesOf(const Case& c, const Problem& p, const KernelTiles& own, int64_t bh,
+                                    int64_t group) {
+  const cuda::KernelEntry& kernel = own.kernel;
+  const int64_t b = bh / c.H;
   std::vector<int64_t> tiles;
   if (c.mask == 0) {
     for (int64_t t = 0; t * kernel.keys < c.T; ++t) tiles.push_back(t);
   } else {
-    const int64_t row = block.TableOf(b, h) * block.rows + group * kGroup / kernel.rows;
-    const auto own = static_cast<int>(group % (kernel.rows / kGroup));
-    auto begin = static_cast<size_t>(block.row_ptr[static_cast<size_t>(row)]);
-    auto end = static_cast<size_t>(block.row_ptr[static_cast<size_t>(row) + 1]);
+    const Entries entries = own.entries[static_cast<size_t>(bh * ((c.S + kGroup - 1) / kGroup) + group)];
+    auto begin = static_cast<size_t>(entries.begin), end = static_cast<size_t>(entries.end);
+    const auto place = static_cast<int>(group % (kernel.rows / kGroup));
     // Kernels with softcap go through tiles of other groups, too (Sm90Shape::kSkipsTiles).
     if (c.padding == Padding::kNone && kernel.rows > kGroup && c.softcap == 0) {
-      while (begin < end && (cuda::LeadingSkips(list.code[begin]) >> own & 1) != 0) ++begin;
-      while (begin < end && (cuda::TrailingSkips(list.code[end - 1]) >> own & 1) != 0) --end;
+      while (begin < end && (cuda::LeadingSkips(own.list.code[begin]) >> place & 1) != 0) ++begin;
+      while (begin < end && (cuda::TrailingSkips(own.list.code[end - 1]) >> place & 1) != 0) --end;
     }
-    for (size_t i = begin; i < end; ++i) tiles.push_back(list.key_tile[i]);
+    for (size_t i = begin; i < end; ++i) tiles.push_back(own.list.key_tile[i]);
   }
   const auto is_padding = [&](int64_t t) {
     const auto from = p.pad.begin() + b * c.T;
@@ -207,6 +234,16 @@ inline Tops FindTops(const Case& c, const Problem& p, const Group& group, int64_
     tops.has_pair = tops.has_pair || is_nan || top > -kInf;
   }
   return tops;
+}
+
+// The schedule may leave out only tiles in which the group has no allowed pair.
+inline void CheckOthersEmpty(const Case& c, const Problem& p, const Group& group, const std::vector<int64_t>& tiles,
+                             int64_t keys) {
+  for (int64_t tile = 0; tile * keys < c.T; ++tile) {
+    if (std::find(tiles.begin(), tiles.end(), tile) != tiles.end()) continue;
+    const bool has_pair = FindTops(c, p, group, tile * keys, std::min(c.T, (tile + 1) * keys)).has_pair;
+    CHECK(!has_pair, Describe(c), ": head ", group.bh, " row ", group.first, " misses tile ", tile);
+  }
 }
 
 // A group on its way through its tiles: which are tested (cuda::UntestedTiles), and with which largest scores.
@@ -290,8 +327,8 @@ inline void Normalize(const Case& c, const Problem& p, const Group& group, const
 }
 
 // The definition, tile by tile. A group counts the tiles in which it has an allowed pair, or has not looked.
-inline Answer Define(const Case& c, const Problem& p, const BlockMask& block, const cuda::TileList& list,
-                     const cuda::KernelEntry& kernel) {
+inline Answer Define(const Case& c, const Problem& p, const KernelTiles& own) {
+  const cuda::KernelEntry& kernel = own.kernel;
   Answer answer;
   answer.output.assign(static_cast<size_t>(c.B * c.H * c.S * c.D), 0);
   answer.lse.assign(static_cast<size_t>(c.B * c.H * c.S), -kInf);
@@ -301,7 +338,9 @@ inline Answer Define(const Case& c, const Problem& p, const BlockMask& block, co
       const Group group{bh, first, std::min(kGroup, c.S - first)};
       Decisions decisions(group.rows, c.distance);
       std::vector<double> sum(static_cast<size_t>(group.rows), 0);
-      for (const int64_t tile : TilesOf(c, p, block, list, kernel, bh / c.H, bh % c.H, first / kGroup)) {
+      const std::vector<int64_t> tiles = TilesOf(c, p, own, bh, first / kGroup);
+      CheckOthersEmpty(c, p, group, tiles, kernel.keys);
+      for (const int64_t tile : tiles) {
         const int64_t begin = tile * kernel.keys, end = std::min(c.T, begin + kernel.keys);
         const Tops tops = FindTops(c, p, group, begin, end);
         const bool was_open = decisions.is_open(), kept = decisions.Keep(tops), is_open = decisions.is_open();

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
+#include "cuda/attention/select.h"
 #include "cuda/common/device_properties.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/attention_mask.h"
@@ -90,6 +91,7 @@ class Runner {
   }
   // The same bias for all batches and heads.
   void SetBias(const std::vector<double>& bias) { args_.scores.bias = {Upload(bias), c_.dtype, 0, 0, c_.T, 1}; }
+  const AttentionShape& shape() const { return args_.shape; }
   const AttentionMask& mask() const { return *mask_; }
   const ExprSizes& sizes() const { return sizes_; }
 
@@ -178,6 +180,27 @@ cuda::KernelTable SkippingKernels(const Case& c) {
   return kernels.size() > 0 && kernels.begin()->skips_scores ? kernels : cuda::KernelTable();
 }
 
+// The tiles of a run of this kernel, by the schedule that the run gets: small problems have half tiles where a kernel
+// can.
+KernelTiles ScheduleTiles(const Case& c, const Runner& runner, const cuda::KernelEntry& kernel) {
+  KernelTiles own{kernel, {}, {}};
+  if (c.mask == 0) return own;
+  cuda::DeviceProperties device;
+  CHECK(cuda::GetDeviceProperties(&device).ok(), "no CUDA device");
+  cuda::SelectionProblem selection;
+  selection.group_size = c.H / c.G;
+  selection.l2_heads = cuda::L2HeadsOf(runner.shape(), device.l2_bytes);
+  selection.sm_count = device.sm_count;
+  const cuda::MaskForm form = cuda::MaskFormOf(kernel, selection);
+  BlockMask block;
+  CHECK(BuildBlockMask(runner.mask().parts.fixed, runner.sizes(), kernel.rows, kernel.keys, &block).ok());
+  own.list = cuda::MakeTileList(block);
+  own.entries = FindEntries(
+      c, block,
+      cuda::MakeTileSchedule(block, own.list, c.B, c.H, form.ctas, form.l2_heads, form.cost, true, form.group_size));
+  return own;
+}
+
 std::vector<Case> DrawCases() {
   std::vector<Case> cases;
   int turn = 0;
@@ -235,13 +258,7 @@ void SkipScores() {
     Runner runner(c, p);
     for (const cuda::KernelEntry& kernel : SkippingKernels(c)) {
       const std::string name = cuda::KernelName(kernel), where = Text("case ", i, ": ", Describe(c), ", ", name);
-      BlockMask block;
-      cuda::TileList list;
-      if (c.mask != 0) {
-        CHECK(BuildBlockMask(runner.mask().parts.fixed, runner.sizes(), kernel.rows, kernel.keys, &block).ok());
-        list = cuda::MakeTileList(block);
-      }
-      const Answer answer = Define(c, p, block, list, kernel);
+      const Answer answer = Define(c, p, ScheduleTiles(c, runner, kernel));
       const Runner::Result result = runner.Run(name, c.threshold(), where);
       CHECK(Difference(result.counts.scored, answer.scored) <= answer.may_score, where, ": ", result.counts.scored,
             " pairs scored, expected ", answer.scored, ", of which rounding decides ", answer.may_score);
