@@ -156,7 +156,9 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   if (problem->sizes.P < 0) {
     return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) + " > T = " + std::to_string(shape.T));
   }
-  problem->args.scores.relative_bias.query_position = problem->args.scores.own_keys.first = problem->sizes.P;
+  ScoreArgs& scores = problem->args.scores;
+  scores.relative_bias.query_position = scores.own_keys.first = problem->sizes.P;
+  if (!problem->mask->parts.dynamic.empty()) scores.block_threshold = 0.0f;  // every block is computed
   return Status();
 }
 
