@@ -60,7 +60,7 @@ struct AttentionLimits {
   // Attribute block_threshold. Not a NaN.
   static constexpr bool IsBlockThreshold(float x) { return x >= 0.0f && x <= 1.0f; }
   // Whether kernels of a target leave out key blocks by it. Function bodies and TensorRT compute all.
-  static constexpr bool ChoosesBlocks(Target target) { return target == Target::kCpu; }
+  static constexpr bool ChoosesBlocks(Target target) { return target == Target::kCpu || target == Target::kCuda; }
 
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};

@@ -254,6 +254,7 @@ Status RunGathered(const CudaBackend& backend, const CachedMask& mask, const Run
     g.window_left = p.window_left;
     STOF_RETURN_IF_ERROR(backend.paged_attention.gather(g, context));
     AttentionArgs args = ArgsOf(run, g.B, p.most_queries, T, g.first_rows);
+    args.scores.block_threshold = 0.0f;  // padding of queries holds anything, and would count in query patches
     const Strides dense = {row, T * a.D, a.D};
     args.key = {gathered[0], dense};
     args.value = {gathered[1], dense};
