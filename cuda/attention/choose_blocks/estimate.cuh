@@ -259,11 +259,29 @@ class BlockChooser {
       chosen[w] = 0;
     }
     __syncwarp();
-    if (is_all || !place.exists) return;
-    const Entries entries = EntriesOf(place);
-    for (int entry = entries.begin + lane_; entry < entries.end; entry += 32) {
-      const int block = BlockOf(TileOf(entry));
-      atomicOr(&counted[block / 32], 1u << block % 32);
+    if (!place.exists) return;
+    if (!is_all) {
+      const Entries entries = EntriesOf(place);
+      for (int entry = entries.begin + lane_; entry < entries.end; entry += 32) {
+        const int block = BlockOf(TileOf(entry));
+        atomicOr(&counted[block / 32], 1u << block % 32);
+      }
+      __syncwarp();
+    }
+    if (p_.attention.pad_bits != nullptr) RemovePadding(place.b, counted);
+  }
+
+  // Removes key blocks that are padding alone.
+  __device__ __forceinline__ void RemovePadding(int b, uint32_t* counted) const {
+    const int words = (p_.attention.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
+    const uint32_t* const pad = p_.attention.pad_bits + int64_t{b} * words;
+    for (int w = 0; w < words_; ++w) {
+      constexpr int kWords = kChosenKeys / 32;
+      const int first = (32 * w + lane_) * kWords;
+      uint32_t any = 0;
+      for (int i = first; i < first + kWords && i < words; ++i) any |= pad[i];
+      const uint32_t exist = __ballot_sync(~0u, any != 0);
+      if (lane_ == 0) counted[w] &= exist;
     }
     __syncwarp();
   }
@@ -387,10 +405,12 @@ class BlockChooser {
   // Adds the blocks that are always chosen, and counts.
   __device__ __forceinline__ void CompleteChosen(int unit, const Place& place) const {
     const int64_t row0 = place.block * kChosenRows, rows = min(kChosenRows, p_.attention.S - row0);
-    const int64_t position = row0 + p_.first_position + (p_.first_rows == nullptr ? 0 : p_.first_rows[place.b]);
+    const int64_t past = p_.first_rows == nullptr ? 0 : p_.first_rows[place.b];
+    const int64_t position = row0 + p_.first_position + past;
     const int64_t first = position / kChosenKeys, last = (position + rows - 1) / kChosenKeys;  // own blocks
-    const int64_t tail = p_.key_blocks * kChosenKeys - p_.attention.T;  // keys that the last block lacks
-    int64_t scored = 0, kept = 0;                                       // keys
+    const int64_t end = p_.first_rows == nullptr ? p_.attention.T : min(int64_t{p_.attention.T}, past + p_.key_offset);
+    const int64_t end_block = (end - 1) / kChosenKeys, lacks = (end_block + 1) * kChosenKeys - end;  // keys of the last
+    int64_t scored = 0, kept = 0;                                                                    // keys
     for (int w = lane_; w < words_; w += 32) {
       const uint32_t counted = Counted(unit)[w];
       uint32_t chosen = Chosen(unit)[w];
@@ -399,9 +419,9 @@ class BlockChooser {
       if (last / 32 == w) chosen |= 1u << last % 32;
       chosen &= counted;
       Chosen(unit)[w] = chosen;
-      const int at = p_.key_blocks - 1 - 32 * w;  // the bit of the last block
       const auto keys = [&](uint32_t set) {
-        return __popc(set) * kChosenKeys - (at < 32 && (set >> at & 1) != 0 ? tail : 0);
+        const bool has_end = end_block / 32 == w && (set >> end_block % 32 & 1) != 0;
+        return __popc(set) * kChosenKeys - (has_end ? lacks : 0);
       };
       scored += keys(counted), kept += keys(chosen);
     }
