@@ -90,7 +90,7 @@ struct Problem {
   std::vector<uint8_t> pad, fixed;  // [B, T]; [B, H, S, T] by the mask alone
 };
 
-// Keys lie at levels along four directions, by blocks; queries see one direction, 16 neighbours the same one. Values of
+// Keys lie at levels along four directions, by blocks; queries see one direction, 96 neighbours the same one. Values of
 // a block are alike, so that a block that is missing shows.
 Problem Draw(const Case& c, Random* random) {
   Problem p;
@@ -102,7 +102,7 @@ Problem Draw(const Case& c, Random* random) {
   const auto rounded = [&](double x) { return Rounded(c.dtype, x); };
   for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
     for (int64_t i = 0; i < c.D; ++i) {
-      const double level = i == row % c.S / 16 % kDirections ? reach : 0;
+      const double level = i == row % c.S / 96 % kDirections ? reach : 0;
       d.query.push_back(rounded(i < kDirections ? level : noise * random->Unit()));
     }
   }
