@@ -42,9 +42,10 @@ const KernelEntry* FindChoosingKernel(const AttentionJob& job, const KernelEntry
                                       KernelTable (*find)(const KernelProblem& problem)) {
   const AttentionArgs& args = job.args();
   const AttentionShape& shape = args.shape;
-  // With a scale of 0 all estimates are alike.
+  // With a scale of 0 all estimates are alike. Query blocks of a part are those of the sequence.
   if (!stof::ChoosesBlocks(args) || shape.dtype == DType::kF32 || IsQuantized(shape.kv_dtype) || shape.T == 0 ||
-      args.scores.scale == 0.0f || !HasConstantMask(job) || PatchSize(shape.D) == 0 ||
+      args.scores.scale == 0.0f || !HasConstantMask(job) || job.part().row % kChosenRows != 0 ||
+      PatchSize(shape.D) == 0 ||
       !kCanChoose(PatchSize(shape.D), CeilDiv(shape.T, kChosenKeys), job.device().cta_shared_bytes)) {
     return nullptr;
   }
@@ -60,7 +61,7 @@ const KernelEntry* FindChoosingKernel(const AttentionJob& job, const KernelEntry
       if (HasTilesOfBlocks(kernel) && (best == nullptr || cost(kernel) < cost(*best))) best = &kernel;
     }
   }
-  if (HasTilesOfBlocks(planned)) best = &planned;
+  if (!job.request().is_empty() && HasTilesOfBlocks(planned)) best = &planned;
   if (best == nullptr || LayoutOf(*best, job).total > kMostChoosingBytes) return nullptr;
   return best;
 }

@@ -10,8 +10,8 @@
 namespace stof {
 namespace cuda {
 
-// The kernel by which a call attends the blocks that it chooses: `planned` if its tiles suit, else the cheapest one
-// whose tiles do. nullptr: the call computes every block. find: the tables of the family.
+// The kernel by which a call attends the blocks that it chooses: the cheapest one whose tiles suit, or the requested
+// one. nullptr: the call computes every block. planned: the family's choice. find: its tables.
 const KernelEntry* FindChoosingKernel(const AttentionJob& job, const KernelEntry& planned,
                                       KernelTable (*find)(const KernelProblem& problem));
 
