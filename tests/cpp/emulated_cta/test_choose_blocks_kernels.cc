@@ -227,30 +227,34 @@ void CheckCase(const Case& c, int64_t keys, int64_t ctas, uint64_t seed) {
   CHECK(counts.scored == sets.scored, where, ": ", counts.scored, " pairs scored, expected ", sets.scored);
   CHECK(counts.skipped >= sets.skipped && counts.skipped <= sets.skipped + sets.uncertain, where, ": ", counts.skipped,
         " pairs skipped, expected ", sets.skipped, " to ", sets.skipped + sets.uncertain);
-  CHECK(sets.skipped * 20 > sets.scored, where, ": only ", sets.skipped, " of ", sets.scored, " pairs are skipped");
+  CHECK(sets.skipped * 40 > sets.scored, where, ": only ", sets.skipped, " of ", sets.scored, " pairs are skipped");
   CountCases(1);
 }
 
-TEST(ChooseBlocksKernelsEqualTheDefinition) {
+Case MakeCase(int64_t S, int64_t T, int64_t D, int mask) {
   Case c;
-  c.dtype = DType::kBF16;
-  c.mask = 1, c.offset = true;
+  c.dtype = DType::kBF16, c.low_share = 0.82, c.S = S, c.T = T, c.D = D, c.mask = mask;
+  return c;
+}
+
+TEST(ChooseBlocksKernelsEqualTheDefinition) {
+  Case c = MakeCase(300, 900, 64, 1);
+  c.offset = true;
   CheckCase<64>(c, 128, 2, 1);
-  c.B = 2, c.mask = 0, c.D = 128, c.S = 257, c.T = 1130, c.padding = Padding::kLeft;
+  c = MakeCase(257, 1130, 128, 0);
+  c.B = 2, c.padding = Padding::kLeft;
   CheckCase<128>(c, 64, 1, 2);
-  c.B = 1, c.H = 6, c.D = 48, c.mask = 4, c.S = 449, c.T = 777, c.padding = Padding::kRight;
+  c = MakeCase(449, 777, 48, 4);
+  c.H = 6, c.offset = true, c.padding = Padding::kRight;
   CheckCase<64>(c, 64, 2, 3);
-  c = Case();
-  c.dtype = DType::kBF16;
-  c.H = 2, c.S = 1030, c.T = 1130, c.mask = 2, c.offset = true, c.softcap = 30;
+  c = MakeCase(1030, 1130, 64, 2);
+  c.H = 2, c.offset = true, c.softcap = 30;
   CheckCase<64, true>(c, 128, 1, 4);
-  c = Case();
-  c.dtype = DType::kBF16;
-  c.H = 8, c.G = 1, c.S = 130, c.T = 640, c.D = 256, c.scale_sign = -1;
+  c = MakeCase(130, 640, 256, 0);
+  c.H = 8, c.G = 1, c.scale_sign = -1;
   CheckCase<256>(c, 64, 1, 5);
-  c = Case();
-  c.dtype = DType::kBF16;
-  c.B = 2, c.H = 2, c.G = 1, c.S = 200, c.T = 1210, c.past = {700, 1000};
+  c = MakeCase(200, 1210, 64, 1);
+  c.B = 2, c.H = 2, c.G = 1, c.past = {700, 700};  // one P for the mask
   CheckCase<64>(c, 64, 3, 6);
 }
 
