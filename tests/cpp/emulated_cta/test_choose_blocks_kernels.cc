@@ -233,7 +233,7 @@ void CheckCase(const Case& c, int64_t keys, int64_t ctas, uint64_t seed) {
 
 Case MakeCase(int64_t S, int64_t T, int64_t D, int mask) {
   Case c;
-  c.dtype = DType::kBF16, c.low_share = 0.82, c.S = S, c.T = T, c.D = D, c.mask = mask;
+  c.dtype = DType::kBF16, c.low_share = 0.75, c.S = S, c.T = T, c.D = D, c.mask = mask;
   return c;
 }
 
@@ -253,8 +253,8 @@ TEST(ChooseBlocksKernelsEqualTheDefinition) {
   c = MakeCase(130, 640, 256, 0);
   c.H = 8, c.G = 1, c.scale_sign = -1;
   CheckCase<256>(c, 64, 1, 5);
-  c = MakeCase(200, 1210, 64, 1);
-  c.B = 2, c.H = 2, c.G = 1, c.past = {700, 700};  // one P for the mask
+  c = MakeCase(300, 1810, 64, 1);
+  c.B = 2, c.H = 2, c.G = 1, c.past = {1400, 1400};  // one P for the mask
   CheckCase<64>(c, 64, 3, 6);
 }
 
