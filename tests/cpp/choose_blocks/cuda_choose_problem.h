@@ -101,7 +101,8 @@ inline Problem Draw(const Case& c, Random* random) {
         mean = random->OneIn(2) ? 1 : -1;
         for (double& own : level) {
           const double drawn = (random->Unit() + 1) / 2;
-          own = drawn < c.low_share ? -(c.distance + 1 + random->Unit()) : drawn < 0.9 ? 0 : -c.distance * drawn;
+          const double low = -(c.distance + 1 + random->Unit());
+          own = k == 0 ? 0 : drawn < c.low_share ? low : drawn < 0.9 ? 0 : -c.distance * drawn;
         }
       }
       const bool exists = k < c.KeysOf(bg / c.G);
