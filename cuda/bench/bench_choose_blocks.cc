@@ -180,7 +180,7 @@ double KeptShare(const Problem& problem) {
   backend.reset_skip_counts();
   Queue(problem, nullptr);
   backend.add_skip_counts(&counts);
-  return counts.scored == 0 ? 1 : 1 - static_cast<double>(counts.skipped) / static_cast<double>(counts.scored);
+  return 1 - static_cast<double>(counts.skipped) / static_cast<double>(std::max<uint64_t>(counts.scored, 1));
 }
 
 void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask) {
@@ -209,11 +209,13 @@ void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask) {
     const double first = dense(), second = choosing(), estimates = Time(problem, true), third = choosing(),
                  fourth = dense();
     const double before = (first + fourth) / 2, us = (second + third) / 2;
+    args.scores.block_threshold = threshold;
+    const double kept = KeptShare(problem);
     std::printf(
         "%-7s S%-6ld D%-4ld share %.2f  %10.1f us  estimates %8.1f us %5.2f %%  choosing %10.1f us  "
         "ratio %.3f  kept %.3f\n",
         mask[0] == '\0' ? "dense" : "causal", S, D, share, before, estimates, 100 * estimates / before, us, before / us,
-        KeptShare(problem));
+        kept);
     std::fflush(stdout);
     CHECK_CUDA(cudaFree(const_cast<void*>(args.key.data)));
   }
