@@ -75,6 +75,7 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   args.scores.sink.data = Advance(whole.scores.sink.data, part.h, SizeOf(whole.scores.sink.dtype));
   if (whole.kv.pages.given()) args.kv.pages.table += part.b * whole.kv.pages.columns;
   if (whole.kv.key_ends != nullptr) args.kv.key_ends += part.b;
+  if (whole.scores.own_keys.first_rows != nullptr) args.scores.own_keys.first_rows += part.b;
   if (whole.mask.existence_bias != nullptr) args.mask.existence_bias += part.b * shape.T;
   AttentionOutput& output = args.output;
   output.data = static_cast<char*>(output.data) + at(output.stride, part.h, part.row) * size;
@@ -235,13 +236,26 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
     mix(x);
   }
   const CausalWindow* const window = args.mask.fixed.window();
-  for (const bool x :
-       {args.allow_tf32, args.scores.softcap > 0.0f, args.scores.scale > 0.0f, args.scores.bias.data != nullptr,
-        args.scores.relative_bias.table != nullptr, args.scores.relative_bias.factor != nullptr,
-        args.scores.relative_key[0].given(), args.scores.relative_key[1].given(), args.scores.relative_query.given(),
-        args.scores.sink.data != nullptr, args.scores.skip_threshold > 0.0f, args.output.lse != nullptr, pad != nullptr,
-        mask.parts.fixed.empty(), mask.parts.dynamic.empty(), window != nullptr,
-        window != nullptr && window->window_left >= 0, args.kv.is_invalid != nullptr, args.kv.seqlens != nullptr}) {
+  for (const bool x : {args.allow_tf32,
+                       args.scores.softcap > 0.0f,
+                       args.scores.scale > 0.0f,
+                       args.scores.bias.data != nullptr,
+                       args.scores.relative_bias.table != nullptr,
+                       args.scores.relative_bias.factor != nullptr,
+                       args.scores.relative_key[0].given(),
+                       args.scores.relative_key[1].given(),
+                       args.scores.relative_query.given(),
+                       args.scores.sink.data != nullptr,
+                       args.scores.skip_threshold > 0.0f,
+                       args.scores.block_threshold > 0.0f,
+                       args.output.lse != nullptr,
+                       pad != nullptr,
+                       mask.parts.fixed.empty(),
+                       mask.parts.dynamic.empty(),
+                       window != nullptr,
+                       window != nullptr && window->window_left >= 0,
+                       args.kv.is_invalid != nullptr,
+                       args.kv.seqlens != nullptr}) {
     mix(x ? 1 : 0);
   }
   if (pad != nullptr) mix(static_cast<int64_t>(pad->dtype));

@@ -27,7 +27,7 @@ constexpr size_t kTableCount = 4;  // of relative positions
 struct Layout {
   // Byte offsets.
   int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, column_keys = 0, column_values = 0,
-          total = 0;
+          patches = 0, patches_found = 0, total = 0;
   int64_t scratch_each = 0;
   std::vector<int64_t> ends;  // of parts, where red zones follow
   int64_t table_rows[kTableCount] = {}, table_row_bias[kTableCount] = {};
@@ -66,6 +66,10 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
       layout.keys = take(keys * args.shape.D * 4);
       if (problem.pack_values) layout.values = take(keys * RoundUp(args.shape.Dv, cpu::kPanel) * 4);
     }
+  }
+  if (problem.chooses_blocks) {
+    layout.patches = take(args.shape.G * problem.patch_panels * cpu::kPanel * args.shape.D * 4);
+    layout.patches_found = take(problem.patch_panels * 4);
   }
   for (size_t i = 0; problem.relative != nullptr && i < kTableCount; ++i) {
     const cpu::PackedTable& table = *ListTables(problem.relative)[i];
@@ -215,7 +219,7 @@ void RunWorker(void* user, size_t worker) {
   for (; first < job.count; first = job.next.fetch_add(job.step, std::memory_order_relaxed)) {
     job.work(job, first, std::min(job.count, first + job.step), scratch);
   }
-  if (job.problem.args->scores.skip_threshold == 0.0f) return;
+  if (!cpu::CountsPairs(job.problem)) return;
   const uint64_t* const counts = job.kernels.skip_counts(job.problem, scratch);
   AddSkipCounts({counts[0], counts[1]});
 }
@@ -261,6 +265,9 @@ void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*
 }
 void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack(job.problem, first, last, scratch);
+}
+void PackPatches(const Job& job, int64_t first, int64_t last, void* scratch) {
+  job.kernels.pack_patches(job.problem, first, last, scratch);
 }
 void PackTables(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack_tables(job.problem, first, last, scratch);
@@ -342,9 +349,12 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   }
   // Outputs are read and written once per key tile, so tiles are long; longer ones would evict the keys from L1.
   if (args.shape.T > config.n) config.n = 128;
-  // Whole strips; fewer rows where threads would get less than four items each.
-  config.m = 96;
-  while (config.m > 24 && CountTileRows(args, config.m) < 4 * int64_t{threads}) config.m /= 2;
+  // Whole strips, or, where blocks are chosen, parts of a block; fewer rows where threads would get less than four
+  // items each.
+  const bool chooses = ChoosesBlocks(args) && args.shape.T > kChosenKeys;
+  const int least = chooses ? 32 : 24;
+  config.m = 4 * least;
+  while (config.m > least && CountTileRows(args, config.m) < 4 * int64_t{threads}) config.m /= 2;
   return config;
 }
 
@@ -391,6 +401,12 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     problem.packed_values = reinterpret_cast<float*>(base + layout.values);
     const int64_t panels = args.shape.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
+  }
+  if (problem.chooses_blocks) {
+    problem.key_patches = reinterpret_cast<float*>(base + layout.patches);
+    problem.patches_found = reinterpret_cast<uint32_t*>(base + layout.patches_found);
+    const int64_t panels = args.shape.G * problem.patch_panels;
+    Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackPatches);
   }
   if (problem.relative != nullptr) {
     int64_t panels = 0;

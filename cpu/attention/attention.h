@@ -8,6 +8,7 @@
 
 #include "plugins/core/base/inline.h"
 #include "plugins/core/contract/attention.h"
+#include "plugins/core/contract/chosen_blocks.h"
 
 namespace stof {
 namespace cpu {
@@ -49,7 +50,12 @@ struct BlockMaskArrays {
 struct SequenceTiles {
   int64_t first = 0, last = 0;
   int64_t first_panel = 0, panels = 0;
+  int64_t first_patch_panel = 0, patch_panels = 0;  // likewise of the patches of these keys, where blocks are chosen
 };
+
+// Choose blocks: patches of a block of keys and of queries, and what becomes of a key block.
+constexpr int64_t kPatchesOfBlock = kChosenKeys / kPatchKeys, kQueryPatches = kChosenRows / kPatchQueries;
+enum BlockChoice : uint8_t { kNoPair, kLeftOut, kChosen };
 
 // Few queries: the KV splits of one KV head of a sequence, an item each.
 struct KvSplits {
@@ -117,6 +123,11 @@ struct AttentionProblem {
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
   float* packed_keys = nullptr;        // ring_tiles = 0: of each sequence [G, its panels, D, kPanel]
   float* packed_values = nullptr;      // likewise, pack_values: [G, panels, kPanel, Dv rounded up to kPanel]
+  // Key blocks are chosen by patches: tiles are blocks of keys, and tile rows divide blocks of queries.
+  bool chooses_blocks = false;
+  int64_t patch_panels = 0;           // of all sequences, for each KV head
+  float* key_patches = nullptr;       // of each sequence [G, its panels, D, kPanel]
+  uint32_t* patches_found = nullptr;  // [patch_panels], bit j: patch j of the panel has a key
   // The first key tiles hold gathered columns (KvArgs::columns): [B, G, column_tiles * n, D or Dv], dense.
   int64_t column_tiles = 0;
   const char* column_keys = nullptr;
@@ -127,6 +138,11 @@ struct AttentionProblem {
   int64_t partial_stride = 0;
 };
 
+// Whether workers count pairs, as SkipCounts.
+STOF_ALWAYS_INLINE bool CountsPairs(const AttentionProblem& problem) {
+  return problem.args->scores.skip_threshold > 0.0f || problem.chooses_blocks;
+}
+
 STOF_ALWAYS_INLINE int64_t CountKeyBlocks(const AttentionProblem& problem) {
   return problem.key_tiles * ((problem.n + kKeyBlock - 1) / kKeyBlock);
 }
@@ -136,6 +152,8 @@ struct AttentionKernels {
   void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the G * panels there are into packed_keys and packed_values.
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
+  // Makes panels [first, last) of the G * patch_panels there are, in key_patches.
+  void (*pack_patches)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Packs panels [first, last) of the relative tables, counted over tables and heads.
   void (*pack_tables)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Attends one tile row, item of B * H * tile_rows, which exists; next is the worker's next one, or -1.
@@ -144,7 +162,7 @@ struct AttentionKernels {
   void (*attend_split)(const AttentionProblem& problem, int64_t item, void* scratch);
   // Few queries, splits > 1: combines the partial results of one of B * H * S rows.
   void (*combine_splits)(const AttentionProblem& problem, int64_t row, void* scratch);
-  // With ScoreArgs::skip_threshold: the pairs that a worker has scored and skipped since `prepare`, as SkipCounts.
+  // CountsPairs: the pairs that a worker has scored and skipped since `prepare`.
   const uint64_t* (*skip_counts)(const AttentionProblem& problem, void* scratch);
 };
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The entry points of attention for one instruction set.
 #include "cpu/attention/attention_worker.h"
+#include "cpu/attention/choose.h"
 #include "cpu/attention/output.h"
+#include "cpu/attention/patches.h"
 #include "cpu/attention/relative.h"
 #include "cpu/attention/scores.h"
 #include "cpu/attention/skip.h"
@@ -18,7 +20,8 @@ size_t ScratchBytes(const AttentionProblem& problem) { return Scratch(problem, n
 void Prepare(const AttentionProblem& problem, void* memory) {
   const Scratch scratch(problem, memory);
   *scratch.mean_of = -1;
-  if (problem.args->scores.skip_threshold > 0.0f) scratch.skip_counts[0] = scratch.skip_counts[1] = 0;
+  if (CountsPairs(problem)) scratch.skip_counts[0] = scratch.skip_counts[1] = 0;
+  if (scratch.chosen_of != nullptr) *scratch.chosen_of = -1;
   if (scratch.kept_of != nullptr) *scratch.kept_of = -1;
   if (scratch.tables_of != nullptr) *scratch.tables_of = -1;
   for (int64_t i = 0; i < problem.ring_tiles; ++i) scratch.ring_of[i] = -1;
@@ -49,6 +52,26 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
     const Rows value_rows =
         RowsOfTile(problem, values, args.value.stride.s, problem.column_values, args.shape.Dv, b, g, tile);
     CopyValues(value_rows.From(row), count, args, scratch.ldo, problem.packed_values + at * kPanel * scratch.ldo);
+  }
+}
+
+void PackPatches(const AttentionProblem& problem, int64_t first, int64_t last, void* memory) {
+  const AttentionArgs& args = *problem.args;
+  const Scratch scratch(problem, memory);
+  int64_t b = 0;
+  for (int64_t i = first; i < last; ++i) {  // heads are innermost, as in Pack
+    const int64_t g = i % args.shape.G, panel = i / args.shape.G;
+    while (problem.sequences[b].first_patch_panel + problem.sequences[b].patch_panels <= panel) ++b;
+    const SequenceTiles& sequence = problem.sequences[b];
+    const int64_t packed = panel - sequence.first_patch_panel;
+    const int64_t at = sequence.first_patch_panel * args.shape.G + g * sequence.patch_panels + packed;
+    const int64_t key0 = sequence.first * problem.n + packed * kPanel * kPatchKeys;
+    const char* const keys =
+        static_cast<const char*>(args.key.data) +
+        SizeOf(KvType(args.shape)) * (BeginOfKeys(args, args.key.stride, b) + g * args.key.stride.h);
+    const uint32_t found = PackPatchPanel(problem, RowsOfHead(args, keys, args.key.stride.s, b), b, g, key0, scratch,
+                                          problem.key_patches + at * args.shape.D * kPanel);
+    if (g == 0) problem.patches_found[panel] = found;
   }
 }
 
@@ -149,7 +172,7 @@ const uint64_t* SkippedPairs(const AttentionProblem& problem, void* memory) {
 }  // namespace
 
 STOF_EXPORT_KERNELS(AttentionKernels, attention) = {
-    ScratchBytes, Prepare, Pack, PackTables, AttendTileRow, AttendSplit, CombineSplits, SkippedPairs,
+    ScratchBytes, Prepare, Pack, PackPatches, PackTables, AttendTileRow, AttendSplit, CombineSplits, SkippedPairs,
 };
 
 }  // namespace cpu

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One worker of the attention kernel. It attends query rows of one head, or a few of several heads of a group, to the
-// key tiles that their mask keeps. tile_order.h defines its members that list tiles, scores.h, relative.h, skip.h and
-// weights.h those for one tile, output.h those that write rows.
+// key tiles that their mask keeps. tile_order.h defines its members that list tiles, choose.h those that choose
+// them, scores.h, relative.h, skip.h and weights.h those for one tile, output.h those that write rows.
 #ifndef STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 #define STOF_CPU_ATTENTION_ATTENTION_WORKER_H_
 
@@ -60,6 +60,7 @@ class AttentionWorker {
     Clear();
     if constexpr (!kInPlace) {
       if (problem_.relative != nullptr) BeginRelative();
+      if (problem_.chooses_blocks) ChooseBlocks();
     }
   }
 
@@ -96,13 +97,14 @@ class AttentionWorker {
         }
       }
     }
+    if (problem_.chooses_blocks) tiles = scratch_.chosen_of[1];
     const int64_t steps = tiles * ((rows_ + kRows - 1) / kRows);
     lines_per_step_ = steps > 0 ? (prefetch_.lines() + steps - 1) / steps : 0;
   }
 
   // Key tiles [first, last) that the mask keeps. unmasked: all of them, every key.
   void AttendTiles(int64_t first, int64_t last, bool unmasked) {
-    last = Min(last, (key_end_ + problem_.n - 1) / problem_.n);
+    last = Min(last, KeyTiles());
     if (unmasked) skips_ = false;  // few rows, whose strips have others among them
     if (!skips_) return AttendRange(first, last, unmasked);
     int64_t own_first = 0, own_last = 0;
@@ -142,6 +144,7 @@ class AttentionWorker {
   }
 
  private:
+  int64_t KeyTiles() const { return (key_end_ + problem_.n - 1) / problem_.n; }  // of the sequence
   int64_t HeadOf(int r) const { return r < queries_ ? h_ : h_ + r / queries_; }
   int QueryOf(int r) const { return r < queries_ ? r : r % queries_; }  // counted from row0_
 
@@ -189,12 +192,6 @@ class AttentionWorker {
   __attribute__((noinline)) void StoreLogSum(int r, float sum) const;
 
   int PaddedRows() const { return (rows_ + kRows - 1) / kRows * kRows; }
-
-  // Applies the scales of quantized keys to a query, or of values to an output.
-  void ScaleRow(const KvScale& scale, int64_t size, float* row) const {
-    const float* const own = scale.data + g_ * scale.stride_g;
-    for (int64_t d = 0; d < size; ++d) row[d] *= own[d * scale.stride_d];
-  }
 
   void Clear() {
     const V zero = Simd::Set1(0.0f);
@@ -254,7 +251,10 @@ class AttentionWorker {
   enum class Outcome { kWeights, kSkipped, kLostBits };
 
   void Tile(int64_t tile, const uint32_t* bits, bool unmasked) {
+    const bool chooses = !kInPlace && problem_.chooses_blocks;
+    if (chooses && scratch_.choices[tile] != kChosen) return CountLeftOut(tile);
     if (!FindMask(tile, bits, unmasked)) return;
+    if (chooses && !skips_) scratch_.skip_counts[0] += PairsOf(tile);
     TileRows t;
     t.key0 = tile * problem_.n;
     t.keys = static_cast<int>(Min(problem_.n, key_end_ - t.key0));
@@ -421,6 +421,17 @@ class AttentionWorker {
   void AttendRuns(int64_t first, int64_t last);
   const KeyTileRun* FindRuns(int64_t first, int64_t last, int64_t* count) const;
   void OwnTiles(int64_t* first, int64_t* last) const;
+
+  // ---- cpu/attention/choose.h ----
+  __attribute__((noinline)) void ChooseBlocks();
+  void FindCountingBlocks(int64_t row0, int64_t rows) const;
+  void EstimateBlocks(int64_t patches, float* most) const;
+  void CapEstimates(int64_t count, float* estimates) const;
+  static float HighestEstimate(const float* estimates, uint64_t found, float* most);
+  uint64_t PairsOf(int64_t tile) const {
+    return static_cast<uint64_t>(rows_) * static_cast<uint64_t>(Min(problem_.n, key_end_ - tile * problem_.n));
+  }
+  __attribute__((noinline)) void CountLeftOut(int64_t tile) const;
 
   // ---- cpu/attention/skip.h ----
   __attribute__((noinline)) bool CanSkip(const Strip& strip, int rows, const V* high, const float* s) const;

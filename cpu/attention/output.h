@@ -57,7 +57,7 @@ inline void AttentionWorker<kInPlace>::WriteRow(int r, float factor) const {
   for (int64_t d = 0; d < scratch_.ldo; d += kWidth) {
     Simd::Store(to + d, Simd::Mul(Simd::Load(scratch_.o + r * scratch_.ldo + d), scale));
   }
-  if (args_.kv.value_scale.data != nullptr) ScaleRow(args_.kv.value_scale, args_.shape.Dv, to);
+  if (args_.kv.value_scale.data != nullptr) ScaleRow(args_.kv.value_scale, g_, args_.shape.Dv, to);
   if (!plain) FromFloats(scratch_.row, args_.shape.dtype, args_.shape.Dv, OutputRow(r));
 }
 

@@ -78,9 +78,17 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   sequences_.resize(static_cast<size_t>(args.shape.B));
   for (int64_t b = 0; b < args.shape.B; ++b) FindTiles(b, &sequences_[static_cast<size_t>(b)]);
   problem_.few_queries = args.shape.S <= config.m && HasFewQueries(args);
+  problem_.chooses_blocks = CanChooseBlocks();
   problem_.few_queries ? PlanFewQueries() : PlanTileRows();
   problem_.sequences = sequences_.data();
   PlanRelativeTables(threads);
+}
+
+bool AttentionPlan::CanChooseBlocks() const {
+  const StaticMask& mask = args_.mask.fixed;
+  return ChoosesBlocks(args_) && !problem_.few_queries && args_.kv.columns == nullptr && problem_.n == kChosenKeys &&
+         kChosenRows % problem_.m == 0 && problem_.key_tiles > 1 &&
+         (mask.elements() == nullptr || mask.blocks() != nullptr || mask.elements()->runs != nullptr);
 }
 
 void AttentionPlan::PlanRelativeTables(int threads) {
@@ -266,6 +274,11 @@ void AttentionPlan::PlanTileRows() {
     sequence.first_panel = problem_.panels;
     sequence.panels = CeilDiv(std::max<int64_t>(0, keys), kPanel);
     problem_.panels += sequence.panels;
+    if (problem_.chooses_blocks) {
+      sequence.first_patch_panel = problem_.patch_panels;
+      sequence.patch_panels = CeilDiv(std::max<int64_t>(0, keys), kPatchKeys * kPanel);
+      problem_.patch_panels += sequence.patch_panels;
+    }
     tile_items_ += args_.shape.H * CeilDiv(EndOfQueries(args_, b), problem_.m);
   }
   const int64_t most = MostTiles();

@@ -42,6 +42,8 @@ class AttentionPlan {
   void FindTiles(int64_t b, SequenceTiles* sequence);
   // How many heads of a group share an item (GQA packing): they have one mask, and fit a worker's memory.
   int64_t PackedHeads() const;
+  // Whether kernels choose key blocks: query blocks are of whole tile rows, key blocks are tiles.
+  bool CanChooseBlocks() const;
   void PlanFewQueries();
   // Few queries: lists the runs of each KV head, or of each sequence where all heads have the same.
   void ListRuns();

@@ -35,7 +35,7 @@ void AttentionWorker<kInPlace>::LoadQueries() {
     }
     for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
     for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
-    if (args_.kv.key_scale.data != nullptr && r < rows_) ScaleRow(args_.kv.key_scale, args_.shape.D, to);
+    if (args_.kv.key_scale.data != nullptr && r < rows_) ScaleRow(args_.kv.key_scale, g_, args_.shape.D, to);
   }
 }
 

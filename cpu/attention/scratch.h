@@ -42,9 +42,8 @@ struct Scratch {
     s = Take<float>((problem.in_place ? kInPlaceStrip : kStripsPerPass * kStrip) * static_cast<int64_t>(problem.n));
     max = Take<float>(rows);
     start = Take<float>(rows);
-    const bool skips = args.scores.skip_threshold > 0.0f;
-    top = Take<float>(skips ? rows : 0);
-    skip_counts = Take<uint64_t>(skips ? 2 : 0);
+    top = Take<float>(args.scores.skip_threshold > 0.0f ? rows : 0);
+    skip_counts = Take<uint64_t>(CountsPairs(problem) ? 2 : 0);
     sum = Take<float>(rows * kWidth);
     bias = Take<float>(problem.n);
     row = Take<float>(ldo);
@@ -66,6 +65,7 @@ struct Scratch {
     copy_keys = problem.in_place && (!is_converted_as_loaded || args.shape.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
+    if (problem.chooses_blocks) TakePatches(problem);
     if (problem.relative != nullptr) TakeRelative(problem, rows);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
   }
@@ -76,6 +76,12 @@ struct Scratch {
   float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   float* top;             // with a skip threshold: the largest score of each row so far; `max` lags behind
   uint64_t* skip_counts;  // pairs that were scored, and skipped
+  // Of blocks that are chosen.
+  float* query_patches = nullptr;  // [kQueryPatches, whole strips, ldq]
+  float* patch_rows = nullptr;     // [kPanel + 1, ldq]
+  float* highest = nullptr;        // [kQueryPatches, key_tiles], the highest estimate of a query patch in a key block
+  uint8_t* choices = nullptr;      // [key_tiles], BlockChoice of the blocks of a query block
+  int64_t* chosen_of = nullptr;    // which query block that is, or -1, and how many of its key blocks are chosen
   uint8_t* empty;
   uint32_t *words_combined, *words_dynamic, *words_tail;
   // Of tiles that StaticMask::elements gave: which one a slot holds, what it is, and its element mask.
@@ -100,6 +106,13 @@ struct Scratch {
   size_t size;
 
  private:
+  void TakePatches(const AttentionProblem& problem) {
+    query_patches = Take<float>(RoundUp(kQueryPatches, kStrip) * ldq);
+    patch_rows = Take<float>((kPanel + 1) * ldq);
+    highest = Take<float>(kQueryPatches * problem.key_tiles);
+    choices = Take<uint8_t>(problem.key_tiles);
+    chosen_of = Take<int64_t>(2);
+  }
   void TakeRelative(const AttentionProblem& problem, int64_t rows) {
     const RelativeTables& tables = *problem.relative;
     table_rows = Take<float>(kPanel * Max(ldq, ldo));
@@ -212,6 +225,12 @@ inline void CopyRows(const Rows& from, DType dtype, int64_t rows, int64_t size, 
     CopyRows(from.At(done), dtype, from.stride, count, size, ld, to + done * ld);
     done += count;
   }
+}
+
+// Applies the scales of quantized keys of a KV head to a query or a key, or those of values to an output.
+inline void ScaleRow(const KvScale& scale, int64_t g, int64_t size, float* row) {
+  const float* const own = scale.data + g * scale.stride_g;
+  for (int64_t d = 0; d < size; ++d) row[d] *= own[d * scale.stride_d];
 }
 
 // Packs one panel of `count` keys, which lies on one page.

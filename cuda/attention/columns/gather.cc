@@ -35,6 +35,7 @@ bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const Attentio
   gathered->args.shape.T = gathered->sizes.T = rows;
   // The same SkipDistance: copies are no further keys.
   gathered->args.scores.skip_threshold *= static_cast<float>(rows) / static_cast<float>(args.shape.T);
+  gathered->args.scores.block_threshold = 0.0f;  // blocks are of neighbours
   gathered->args.key.stride = {args.shape.G * rows * args.shape.D, rows * args.shape.D, args.shape.D};
   gathered->args.value.stride = {args.shape.G * rows * args.shape.Dv, rows * args.shape.Dv, args.shape.Dv};
   gathered->args.key.data = gathered->args.value.data = nullptr;

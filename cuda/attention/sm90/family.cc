@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/attention/choose_blocks/choose.h"
 #include "cuda/attention/job.h"
 #include "cuda/attention/skip_counts.h"
 #include "cuda/attention/sm90/api.h"
@@ -59,14 +60,17 @@ Status SetSchedule(AttentionJob* job, const AttentionPlan& plan, const MaskEntry
 bool HasSchedule(const MaskEntry* entry) { return entry != nullptr && entry->tiles() != nullptr; }
 
 Status Plan(AttentionJob* job, AttentionPlan* plan) {
+  const KernelEntry* const choosing = FindChoosingKernel(*job, *plan->kernel, Find);
+  if (choosing != nullptr) plan->kernel = choosing;
   const KernelEntry& kernel = *plan->kernel;
   const MaskForm form = MaskFormOf(kernel, job->selection());
-  STOF_RETURN_IF_ERROR(job->GetMask(form));
+  STOF_RETURN_IF_ERROR(job->GetMask(choosing != nullptr ? ChoosingMaskForm(kernel, *job) : form));
   const AttentionShape& shape = job->args().shape;
   const int64_t count = shape.B * shape.H * CeilDiv(shape.S, kernel.rows);
   const bool has_half_tiles = UsesHalfTiles(form.cost, count, form.ctas);
   plan->rows = has_half_tiles ? kernel.rows / 2 : kernel.rows;
   plan->persistent = std::min<int64_t>(form.ctas, has_half_tiles ? 2 * count : count);
+  if (choosing != nullptr) plan->workspace = CountChoosingBytes(kernel, *job);
   if (const MaskEntry* const entry = job->mask_entry(); HasSchedule(entry)) {
     plan->persistent = entry->ctas();
     plan->workspace = static_cast<size_t>(entry->splits() * SplitBytes(kernel.head_size));
@@ -95,12 +99,17 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   // Fully masked rows that attend all keys are left to a second kernel.
   const bool second = job->NeedsEmptyRowPass();
   STOF_RETURN_IF_ERROR(job->PreparePadding(second, &params.attention.pad_bits, &params.empty_flags));
+  if (FindChoosingKernel(*job, kernel, Find) != nullptr) {
+    STOF_RETURN_IF_ERROR(ChooseBlocks(job, kernel, &params.attention));
+  }
   STOF_RETURN_IF_ERROR(CheckLaunch(kernel.code_as<Sm90Code>().launch(params, job->stream())));
   return second ? job->RunTiledForEmptyRows(params.attention.pad_bits, params.empty_flags) : Status();
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry& kernel) {
-  STOF_RETURN_IF_ERROR(job->GetMask(MaskFormOf(kernel, job->selection())));
+  const KernelEntry* const choosing = FindChoosingKernel(*job, kernel, Find);
+  STOF_RETURN_IF_ERROR(
+      job->GetMask(choosing != nullptr ? ChoosingMaskForm(*choosing, *job) : MaskFormOf(kernel, job->selection())));
   return job->empty_rows_attend_all() ? job->PrepareTiled() : Status();
 }
 

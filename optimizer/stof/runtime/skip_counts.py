@@ -13,11 +13,11 @@ from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 
 @dataclass(frozen=True)
 class SkipCounts:
-    """Pairs of queries and keys of nodes with ``skip_threshold``: rows times keys of each group of rows and key tile.
+    """Pairs of queries and keys of nodes with ``skip_threshold`` or ``block_threshold``: rows times keys of each tile.
 
     Attributes:
-        scored: pairs whose scores were computed.
-        skipped: those among them that were left out after it.
+        scored: pairs that a threshold decided about.
+        skipped: those among them that were left out.
     """
 
     scored: int
@@ -30,7 +30,9 @@ class SkipCounts:
 
 
 def skip_counts() -> SkipCounts:
-    """What nodes with ``skip_threshold`` did in this process since it began, or since ``reset_skip_counts``.
+    """What nodes with ``skip_threshold`` or ``block_threshold`` did in this process.
+
+    It counts since the process began, or since ``reset_skip_counts``.
 
     All sessions of the process count together. Waits for the CUDA devices that such a node ran on.
 

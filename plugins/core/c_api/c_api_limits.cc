@@ -36,8 +36,10 @@ std::string TargetOf(const OpDescription& op, Target target) {
     return Member(stof::TypeText(dtype), Object(limits));
   };
   const std::string types = Member("types", Object(Join(op.TypesOn(target), limits_of)));
-  const bool skips_scores = op.skips_scores != nullptr && op.skips_scores(target);
-  return Object(skips_scores ? types + ", " + Member("skips_scores", "true") : types);
+  std::string members = types;
+  if (op.skips_scores != nullptr && op.skips_scores(target)) members += ", " + Member("skips_scores", "true");
+  if (op.chooses_blocks != nullptr && op.chooses_blocks(target)) members += ", " + Member("chooses_blocks", "true");
+  return Object(members);
 }
 
 std::string LimitsOf(const OpDescription& op) {

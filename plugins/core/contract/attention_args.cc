@@ -44,6 +44,9 @@ Status CheckScores(const ScoreArgs& scores) {
   if (!AttentionLimits::IsSkipThreshold(scores.skip_threshold)) {
     return Status::Error("skip_threshold is " + PrintFloat(scores.skip_threshold) + ", expected 0 to 2^22");
   }
+  if (!AttentionLimits::IsBlockThreshold(scores.block_threshold)) {
+    return Status::Error("block_threshold is " + PrintFloat(scores.block_threshold) + ", expected 0 to 1");
+  }
   return Status();
 }
 

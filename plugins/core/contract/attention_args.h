@@ -68,6 +68,12 @@ struct SinkLogits {
   DType dtype = DType::kUndefined;
 };
 
+// The key at the position of query 0, in keys of its sequence: queries stand behind each other from there.
+struct OwnKeys {
+  int64_t first = 0;
+  const int32_t* first_rows = nullptr;  // [B], of each sequence, in place of `first`; devices: a device address
+};
+
 struct ScoreArgs {
   float scale = 1.0f;
   float softcap = 0.0f;  // 0: none
@@ -80,6 +86,10 @@ struct ScoreArgs {
   // Key tiles whose weights are all below skip_threshold / keys of the largest one so far may be left out: SkipDistance
   // (contract/skip_distance.h). 0: none is. Kernels that leave out none are right, too.
   float skip_threshold = 0.0f;
+  // Key blocks whose estimated weights are all below block_threshold of the largest one may be left out, before their
+  // scores are computed: contract/chosen_blocks.h. 0: none is. Kernels that leave out none, or fewer, are right, too.
+  float block_threshold = 0.0f;
+  OwnKeys own_keys;  // beside block_threshold: their blocks are always chosen
   bool has_relative_tables() const {
     return relative_key[0].given() || relative_key[1].given() || relative_query.given();
   }

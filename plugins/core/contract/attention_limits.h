@@ -59,6 +59,11 @@ struct AttentionLimits {
   // Whether kernels of a target leave out key tiles by it. Function bodies and TensorRT compute all.
   static constexpr bool SkipsScores(Target target) { return target == Target::kCpu || target == Target::kCuda; }
 
+  // Attribute block_threshold. Not a NaN.
+  static constexpr bool IsBlockThreshold(float x) { return x >= 0.0f && x <= 1.0f; }
+  // Whether kernels of a target leave out key blocks by it. Function bodies and TensorRT compute all.
+  static constexpr bool ChoosesBlocks(Target target) { return target == Target::kCpu || target == Target::kCuda; }
+
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};
     // The CUDA kernels, which the TensorRT plugin runs, too, copy rows 16 bytes at a time; those of fp32 can do

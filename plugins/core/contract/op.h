@@ -240,6 +240,8 @@ struct OpDescription {
   bool has_activation = false;
   // Whether kernels of a target leave out key tiles by attribute skip_threshold; nullptr: none do.
   bool (*skips_scores)(Target target) = nullptr;
+  // Likewise key blocks by attribute block_threshold.
+  bool (*chooses_blocks)(Target target) = nullptr;
   // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
   std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown. nullptr: no

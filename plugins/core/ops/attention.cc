@@ -156,7 +156,9 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
   if (problem->sizes.P < 0) {
     return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) + " > T = " + std::to_string(shape.T));
   }
-  problem->args.scores.relative_bias.query_position = problem->sizes.P;
+  ScoreArgs& scores = problem->args.scores;
+  scores.relative_bias.query_position = scores.own_keys.first = problem->sizes.P;
+  if (!problem->mask->parts.dynamic.empty()) scores.block_threshold = 0.0f;  // every block is computed
   return Status();
 }
 
@@ -288,7 +290,8 @@ const OpDescription* AttentionDescription() {
                                                          {"kernel", AttributeType::kString},
                                                          {"tile", AttributeType::kString},
                                                          {"relative_index", AttributeType::kString},
-                                                         {"skip_threshold", AttributeType::kFloat, false}};
+                                                         {"skip_threshold", AttributeType::kFloat, false},
+                                                         {"block_threshold", AttributeType::kFloat, false}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofAttention";
@@ -302,6 +305,7 @@ const OpDescription* AttentionDescription() {
     d.roles = AttentionLimits::kRoles;
     d.limits = ListLimits;
     d.skips_scores = AttentionLimits::SkipsScores;
+    d.chooses_blocks = AttentionLimits::ChoosesBlocks;
     d.create = CreateAttention;
     d.shape_rule = AttentionOutputShape;
     return d;

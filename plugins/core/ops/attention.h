@@ -43,6 +43,7 @@ struct AttentionAttributes {
   std::optional<float> scale;  // absent: 1 / sqrt(D)
   float softcap = 0.0f;
   float skip_threshold = 0.0f;
+  float block_threshold = 0.0f;
   std::array<TensorLayout, 4> layout = {};  // query, key, value, output
   int64_t num_heads = 0;                    // 0: from the shape
   int64_t kv_num_heads = 0;

@@ -61,6 +61,7 @@ bool SplitByResidue(const AttentionMask& mask, AttentionArgs* args, ExprSizes* s
   *sizes = {B, H, shape.S, shape.T, sizes->P / m};
   args->scores.relative_bias.query_position = sizes->P;
   args->scores.skip_threshold /= static_cast<float>(m);  // the same SkipDistance for an m-th of the keys
+  args->scores.block_threshold = 0.0f;                   // blocks are of neighbours
   return true;
 }
 

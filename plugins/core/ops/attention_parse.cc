@@ -127,6 +127,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "query_offset", &a.query_offset));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_tf32", &a.allow_tf32));
   STOF_RETURN_IF_ERROR(ParseSkipThreshold(attributes, &a.skip_threshold));
+  STOF_RETURN_IF_ERROR(ParseBlockThreshold(attributes, &a.block_threshold));
   text = "zero";
   attributes.String("empty_rows", &text);
   static constexpr const char* kPolicies[] = {"zero", "nan", "mean", "all"};

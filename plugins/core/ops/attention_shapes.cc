@@ -166,6 +166,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   args->scores.scale = attributes.scale.value_or(1.0f / std::sqrt(static_cast<float>(q.d)));
   args->scores.softcap = attributes.softcap;
   args->scores.skip_threshold = attributes.skip_threshold;
+  args->scores.block_threshold = attributes.block_threshold;
   args->mask.empty_rows = attributes.empty_rows;
   args->allow_tf32 = attributes.allow_tf32;
   args->kernel = attributes.kernel.c_str();

@@ -41,5 +41,16 @@ inline Status ParseSkipThreshold(const AttributeReader& attributes, float* thres
   return Status();
 }
 
+// Likewise attribute block_threshold.
+inline Status ParseBlockThreshold(const AttributeReader& attributes, float* threshold) {
+  float found = 0.0f;
+  attributes.Float("block_threshold", &found);
+  if (!AttentionLimits::IsBlockThreshold(found)) {
+    return UnexpectedAttribute("block_threshold", PrintFloat(found), "0 to 1");
+  }
+  *threshold = AreScoresSkipped() ? found : 0.0f;
+  return Status();
+}
+
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_OPS_ATTRIBUTE_CHECKS_H_

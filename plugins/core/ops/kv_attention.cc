@@ -37,6 +37,7 @@ ScoreArgs ScoresOf(const CachedAttentionAttributes& attributes, int64_t head_siz
   scores.scale = attributes.scale != 0.0f ? attributes.scale : 1.0f / std::sqrt(static_cast<float>(head_size));
   scores.softcap = attributes.softcap;
   scores.skip_threshold = attributes.skip_threshold;
+  scores.block_threshold = attributes.block_threshold;
   return scores;
 }
 

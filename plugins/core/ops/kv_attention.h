@@ -36,7 +36,7 @@ Status BindMask(const NamedInputs& inputs, int first, const Make& make, std::sha
   return status;
 }
 
-// Scale, softcap and skip_threshold by the attributes.
+// Scale, softcap and thresholds by the attributes.
 ScoreArgs ScoresOf(const CachedAttentionAttributes& attributes, int64_t head_size);
 
 // Bind input `index`, if it is given: the logits of heads, a bias of pairs. An error names the input.

@@ -197,6 +197,7 @@ AttentionArgs CachedAttentionOp::AttentionOf(const Step& step, int64_t keys) con
   args.key = {is_staged ? a.staging_key : a.present_key, dense};
   args.value = {is_staged ? a.staging_value : a.present_value, dense};
   args.scores = step.scores;
+  args.scores.own_keys.first_rows = a.first_row;
   args.output.data = step.output;
   args.output.stride = {a.S * a.H * a.D, a.D, a.H * a.D};
   args.kernel = attributes_.kernel.c_str();
@@ -394,7 +395,8 @@ const OpDescription* CachedAttentionDescription() {
       {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
       {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
-      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat}};
+      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
+      {"block_threshold", AttributeType::kFloat}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofCachedAttention";
@@ -411,6 +413,7 @@ const OpDescription* CachedAttentionDescription() {
     d.attributes = kAttributes;
     d.limits = ListLimits;
     d.skips_scores = AttentionLimits::SkipsScores;
+    d.chooses_blocks = AttentionLimits::ChoosesBlocks;
     d.create = CreateCachedAttention;
     return d;
   }();

@@ -46,6 +46,7 @@ struct CachedAttentionAttributes {
   float scale = 0.0f;  // 0: 1 / sqrt(D)
   float softcap = 0.0f;
   float skip_threshold = 0.0f;
+  float block_threshold = 0.0f;
   int64_t num_heads = 0;
   int64_t kv_num_heads = 0;
   bool do_rotary = false;

@@ -21,6 +21,7 @@ Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAt
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "do_rotary", &a.do_rotary));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "rotary_interleaved", &a.is_interleaved));
   STOF_RETURN_IF_ERROR(ParseSkipThreshold(attributes, &a.skip_threshold));
+  STOF_RETURN_IF_ERROR(ParseBlockThreshold(attributes, &a.block_threshold));
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   if (!std::isfinite(a.scale)) return Status::Error("attribute scale is not finite");
   // The kernels multiply by these two and log2(e).

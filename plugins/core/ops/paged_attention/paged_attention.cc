@@ -260,12 +260,13 @@ std::vector<OpLimit> ListLimits(Target target, DType dtype) {
 
 const OpDescription* PagedAttentionDescription() {
   static constexpr AttributeDescription kAttributes[] = {
-      {"mask", AttributeType::kString},       {"mask_id", AttributeType::kInt},
-      {"scale", AttributeType::kFloat},       {"softcap", AttributeType::kFloat},
-      {"num_heads", AttributeType::kInt},     {"kv_num_heads", AttributeType::kInt},
-      {"do_rotary", AttributeType::kInt},     {"rotary_interleaved", AttributeType::kInt},
-      {"rotary_offset", AttributeType::kInt}, {"qk_norm_epsilon", AttributeType::kFloat},
-      {"kernel", AttributeType::kString},     {"skip_threshold", AttributeType::kFloat}};
+      {"mask", AttributeType::kString},          {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},          {"softcap", AttributeType::kFloat},
+      {"num_heads", AttributeType::kInt},        {"kv_num_heads", AttributeType::kInt},
+      {"do_rotary", AttributeType::kInt},        {"rotary_interleaved", AttributeType::kInt},
+      {"rotary_offset", AttributeType::kInt},    {"qk_norm_epsilon", AttributeType::kFloat},
+      {"kernel", AttributeType::kString},        {"skip_threshold", AttributeType::kFloat},
+      {"block_threshold", AttributeType::kFloat}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofPagedAttention";
@@ -279,6 +280,7 @@ const OpDescription* PagedAttentionDescription() {
     d.attributes = kAttributes;
     d.limits = ListLimits;
     d.skips_scores = AttentionLimits::SkipsScores;
+    d.chooses_blocks = AttentionLimits::ChoosesBlocks;
     d.create = CreatePagedAttention;
     return d;
   }();

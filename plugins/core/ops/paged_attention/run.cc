@@ -57,19 +57,21 @@ const char* Advance(const void* from, int64_t elements, DType dtype) {
 }
 
 // The attention of B sequences of S queries each over at most T keys. Its queries, keys and output are not bound.
-AttentionArgs ArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T) {
+// first_rows: [B], the keys at the positions of their queries 0.
+AttentionArgs ArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T, const int32_t* first_rows) {
   const CacheAppendArgs& a = run.append.tokens;
   AttentionArgs args;
   args.shape = {B, a.H, a.G, S, T, a.D, a.D, a.dtype};
   args.scores = run.scores;
+  args.scores.own_keys.first_rows = first_rows;
   args.kernel = run.kernel;
   return args;
 }
 
 // The same over the pages.
-AttentionArgs PagedArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T) {
+AttentionArgs PagedArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T, const int32_t* first_rows) {
   const CacheAppendArgs& a = run.append.tokens;
-  AttentionArgs args = ArgsOf(run, B, S, T);
+  AttentionArgs args = ArgsOf(run, B, S, T, first_rows);
   const Strides rows = {0, a.D, a.G * a.D};
   args.key = {a.present_key, rows};
   args.value = {a.present_value, rows};
@@ -89,7 +91,7 @@ Status BindBatch(const CachedMask& mask, const PagedRun& run, const PagedStep& s
   const int64_t S = batch.tokens, first_token = p.cumulative[batch.first];
   const int32_t* const ends = step.key_ends.data() + batch.first;
   AttentionArgs& args = bound->args;
-  args = PagedArgsOf(run, batch.count, S, *std::max_element(ends, ends + batch.count));
+  args = PagedArgsOf(run, batch.count, S, *std::max_element(ends, ends + batch.count), p.past + batch.first);
   const int64_t stride = run.has_query_copy ? a.H * a.D : a.query_stride.s;
   args.query.data = Advance(run.has_query_copy ? a.rotated_query : a.query, first_token * stride, a.dtype);
   args.query.stride = {S * stride, a.D, stride};
@@ -251,7 +253,8 @@ Status RunGathered(const CudaBackend& backend, const CachedMask& mask, const Run
     g.first_rows = p.first_rows + b, g.key_ends = p.key_ends + b;
     g.window_left = p.window_left;
     STOF_RETURN_IF_ERROR(backend.paged_attention.gather(g, context));
-    AttentionArgs args = ArgsOf(run, g.B, p.most_queries, T);
+    AttentionArgs args = ArgsOf(run, g.B, p.most_queries, T, g.first_rows);
+    args.scores.block_threshold = 0.0f;  // padding of queries holds anything, and would count in query patches
     const Strides dense = {row, T * a.D, a.D};
     args.key = {gathered[0], dense};
     args.value = {gathered[1], dense};
@@ -275,7 +278,7 @@ Status RunPagedOnCuda(const CachedMask& mask, const CudaBackend& backend, const 
     STOF_RETURN_IF_ERROR(AllocateFor(context, {p.B, p.most_queries, a.H, a.D, SizeOf(a.dtype)}, rows));
   }
   a.rotated_query = padded.query;
-  AttentionArgs args = PagedArgsOf(*run, p.B, p.most_queries, p.most_keys);
+  AttentionArgs args = PagedArgsOf(*run, p.B, p.most_queries, p.most_keys, p.first_rows);
   BindPadded(padded, 0, &args);
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
   STOF_RETURN_IF_ERROR(backend.paged_attention.append(p, context));

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// Choose blocks: inputs of which a stated share of key blocks stands out for each query block. Calls in a captured
+// graph, timed with events. B 1, 32 heads on 8.
+//
+// bench_cuda_choose_blocks [fp16 | bf16] [--dense] [--head-size D]... [--length S]...
+//   --dense      without a mask, too; else causal alone
+//   --head-size  128 where none is given
+//   --length     4096, 16384, 32768 and 131072 where none is given
+// A line: microseconds without a threshold, by the library's choice; of the estimates alone, which is the same graph
+// without its last kernel, and what share of the former that is; with a threshold; the ratio; and the share of pairs
+// that was counted as kept. All are timed in turns on a warm device: what runs first would have a higher clock.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cuda/bench/bench_graph.h"
+#include "plugins/core/contract/chosen_blocks.h"
+#include "plugins/core/contract/cuda_backend.h"
+#include "plugins/core/mask/attention_mask.h"
+
+namespace {
+
+constexpr int64_t kHeads = 32, kKeyHeads = 8;
+constexpr int kDirections = 4;
+constexpr double kReach = 8, kDistance = 4;  // kDistance: -ln of the threshold
+
+void ExitUnlessOk(const stof::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message().c_str());
+  std::exit(1);
+}
+
+uint16_t ToBits(stof::DType dtype, double x) {
+  if (dtype == stof::DType::kF16) return __half_as_ushort(__double2half(x));
+  return __bfloat16_as_ushort(__double2bfloat16(x));
+}
+
+// Random rows [rows, D] on the device, whose first elements are those of `levels` [rows, kDirections].
+void* MakeRows(stof::DType dtype, int64_t rows, int64_t D, const std::vector<double>& levels, uint32_t seed) {
+  constexpr int64_t kPart = int64_t{1} << 22;  // rows repeat: the host takes its time to draw numbers
+  std::mt19937 random(seed);
+  std::normal_distribution<double> draw(0, 0.5);
+  const int64_t drawn = std::min(rows * D, kPart) / D * D;
+  std::vector<uint16_t> values(static_cast<size_t>(drawn));
+  for (uint16_t& x : values) x = ToBits(dtype, draw(random));
+  char* memory = nullptr;
+  CHECK_CUDA(cudaMalloc(&memory, static_cast<size_t>(2 * rows * D)));
+  for (int64_t at = 0; at < rows * D; at += drawn) {
+    const auto bytes = static_cast<size_t>(2 * std::min(drawn, rows * D - at));
+    CHECK_CUDA(cudaMemcpy(memory + 2 * at, values.data(), bytes, cudaMemcpyHostToDevice));
+  }
+  if (levels.empty()) return memory;
+  std::vector<uint16_t> first(levels.size());
+  for (size_t i = 0; i < levels.size(); ++i) first[i] = ToBits(dtype, levels[i]);
+  constexpr size_t kBytes = 2 * kDirections;
+  CHECK_CUDA(cudaMemcpy2D(memory, static_cast<size_t>(2 * D), first.data(), kBytes, kBytes, static_cast<size_t>(rows),
+                          cudaMemcpyHostToDevice));
+  return memory;
+}
+
+// A query block sees the levels of keys along one of four directions, by turns. Key blocks stand out along each
+// direction with the given share.
+std::vector<double> QueryLevels(int64_t S) {
+  std::vector<double> levels(static_cast<size_t>(kHeads * S * kDirections), 0.0);
+  for (int64_t row = 0; row < kHeads * S; ++row) {
+    levels[static_cast<size_t>(row * kDirections + row % S / stof::kChosenRows % kDirections)] = kReach;
+  }
+  return levels;
+}
+std::vector<double> KeyLevels(int64_t T, double low, double share) {
+  std::mt19937 random(7);
+  std::vector<double> levels(static_cast<size_t>(kKeyHeads * T * kDirections), 0.0);
+  for (int64_t first = 0; first < kKeyHeads * T; first += stof::kChosenKeys) {
+    for (int direction = 0; direction < kDirections; ++direction) {
+      const bool stands_out = static_cast<double>(random() >> 8) * 0x1p-24 < share;
+      for (int64_t k = first; !stands_out && k < first + stof::kChosenKeys; ++k) {
+        levels[static_cast<size_t>(k * kDirections + direction)] = low;
+      }
+    }
+  }
+  return levels;
+}
+
+struct Arena {
+  char* memory = nullptr;
+  size_t bytes = 0, used = 0;
+};
+
+struct Problem {
+  stof::AttentionArgs args;
+  std::shared_ptr<const stof::AttentionMask> mask;
+  stof::ExprSizes sizes;
+  mutable Arena arena;
+};
+
+void Queue(const Problem& problem, cudaStream_t stream) {
+  stof::RunContext context;
+  context.on_cuda = true;
+  context.stream = stream;
+  context.self = &problem.arena;
+  problem.arena.used = 0;
+  context.allocate = [](void* self, size_t bytes) -> void* {
+    auto& arena = *static_cast<Arena*>(self);
+    if (arena.used + bytes > arena.bytes) return nullptr;
+    char* const block = arena.memory + arena.used;
+    arena.used += (bytes + 255) / 256 * 256;
+    return block;
+  };
+  ExitUnlessOk(
+      stof::FindCudaBackend()->attention.run(problem.args, nullptr, *problem.mask, problem.sizes, {}, context));
+}
+
+// The node that the stream's capture has queued last.
+cudaGraphNode_t LastNode(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaGraphNode_t* nodes = nullptr;
+  size_t count = 0;
+#if CUDART_VERSION >= 13000
+  CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, nullptr, &count));
+#else
+  const cudaGraphEdgeData* edges = nullptr;
+  CHECK_CUDA(cudaStreamGetCaptureInfo_v3(stream, &status, nullptr, nullptr, &nodes, &edges, &count));
+#endif
+  if (count != 1) {
+    std::fprintf(stderr, "the capture has %zu last nodes\n", count);
+    std::exit(1);
+  }
+  return nodes[0];
+}
+
+// Microseconds of a call in a graph, without its last kernel where so asked: the median of replays for 0.4 s.
+double Time(const Problem& problem, bool without_last = false) {
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Queue(problem, stream);
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  Queue(problem, stream);
+  const cudaGraphNode_t last = LastNode(stream);
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  if (without_last) CHECK_CUDA(cudaGraphDestroyNode(last));
+  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin = nullptr, end = nullptr;
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
+  std::vector<float> times;
+  float sum = 0;
+  while (sum < 400 || times.size() < 10) {
+    CHECK_CUDA(cudaEventRecord(begin, stream));
+    CHECK_CUDA(cudaGraphLaunch(executable, stream));
+    CHECK_CUDA(cudaEventRecord(end, stream));
+    CHECK_CUDA(cudaEventSynchronize(end));
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    times.push_back(ms), sum += ms;
+  }
+  CHECK_CUDA(cudaEventDestroy(begin));
+  CHECK_CUDA(cudaEventDestroy(end));
+  CHECK_CUDA(cudaGraphExecDestroy(executable));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::nth_element(times.begin(), middle, times.end());
+  return 1e3 * static_cast<double>(*middle);
+}
+
+double KeptShare(const Problem& problem) {
+  const stof::AttentionBackend& backend = stof::FindCudaBackend()->attention;
+  stof::SkipCounts counts;
+  backend.reset_skip_counts();
+  Queue(problem, nullptr);
+  backend.add_skip_counts(&counts);
+  return 1 - static_cast<double>(counts.skipped) / static_cast<double>(std::max<uint64_t>(counts.scored, 1));
+}
+
+void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask) {
+  Problem problem;
+  ExitUnlessOk(stof::MakeAttentionMask(mask, {}, &problem.mask));
+  problem.sizes = {1, kHeads, S, S, 0};
+  stof::AttentionArgs& args = problem.args;
+  args.shape = {1, kHeads, kKeyHeads, S, S, D, D, dtype};
+  args.query.stride = args.output.stride = {kHeads * S * D, S * D, D};
+  args.key.stride = args.value.stride = {kKeyHeads * S * D, S * D, D};
+  args.scores.scale = 1 / std::sqrt(static_cast<float>(D));
+  args.query.data = MakeRows(dtype, kHeads * S, D, QueryLevels(S), 1);
+  args.value.data = MakeRows(dtype, kKeyHeads * S, D, {}, 3);
+  args.output.data = MakeRows(dtype, kHeads * S, D, {}, 4);
+  const auto threshold = static_cast<float>(std::exp(-kDistance));
+  args.scores.block_threshold = threshold;
+  ExitUnlessOk(stof::PlanCudaAttention(args, false, *problem.mask, problem.sizes, {}, &problem.arena.bytes));
+  problem.arena.bytes += 1 << 20;
+  CHECK_CUDA(cudaMalloc(&problem.arena.memory, problem.arena.bytes));
+  const double low = -(kDistance + 4) / (static_cast<double>(args.scores.scale) * kReach);
+  for (const double share : {0.1, 0.25, 0.5, 1.0}) {
+    args.key.data = MakeRows(dtype, kKeyHeads * S, D, KeyLevels(S, low, share), 2);
+    const auto dense = [&] { return args.scores.block_threshold = 0, Time(problem); };
+    const auto choosing = [&] { return args.scores.block_threshold = threshold, Time(problem); };
+    dense();  // warms up
+    const double first = dense(), second = choosing(), estimates = Time(problem, true), third = choosing(),
+                 fourth = dense();
+    const double before = (first + fourth) / 2, us = (second + third) / 2;
+    args.scores.block_threshold = threshold;
+    const double kept = KeptShare(problem);
+    std::printf(
+        "%-7s S%-6ld D%-4ld share %.2f  %10.1f us  estimates %8.1f us %5.2f %%  choosing %10.1f us  "
+        "ratio %.3f  kept %.3f\n",
+        mask[0] == '\0' ? "dense" : "causal", S, D, share, before, estimates, 100 * estimates / before, us, before / us,
+        kept);
+    std::fflush(stdout);
+    CHECK_CUDA(cudaFree(const_cast<void*>(args.key.data)));
+  }
+  for (const void* memory : {args.query.data, args.value.data, static_cast<const void*>(args.output.data),
+                             static_cast<const void*>(problem.arena.memory)}) {
+    CHECK_CUDA(cudaFree(const_cast<void*>(memory)));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  stof::DType dtype = stof::DType::kF16;
+  std::vector<const char*> masks = {"k <= q"};
+  std::vector<int64_t> lengths, sizes;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const int64_t number = i + 1 < argc ? std::atoll(argv[i + 1]) : 0;
+    if (word == "fp16" || word == "bf16") {
+      dtype = word == "fp16" ? stof::DType::kF16 : stof::DType::kBF16;
+    } else if (word == "--dense") {
+      masks.push_back("");
+    } else if (word == "--length" && number >= stof::kChosenKeys) {
+      lengths.push_back(number / stof::kChosenKeys * stof::kChosenKeys), ++i;
+    } else if (word == "--head-size" && number > 0 && number % 8 == 0) {
+      sizes.push_back(number), ++i;
+    } else {
+      std::fprintf(stderr,
+                   "usage: bench_cuda_choose_blocks [fp16 | bf16] [--dense] [--head-size D]... [--length S]...\n");
+      return 2;
+    }
+  }
+  if (lengths.empty()) lengths = {4096, 16384, 32768, 131072};
+  if (sizes.empty()) sizes = {128};
+  for (const int64_t D : sizes) {
+    for (const int64_t S : lengths) {
+      for (const char* mask : masks) Measure(dtype, S, D, mask);
+    }
+  }
+  return 0;
+}
