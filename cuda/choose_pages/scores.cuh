@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of pages: an upper bound of the scores of their keys. For query q of a page with the elements min and max,
+// Scores of pages: an upper bound of the scores of their keys. For query q and a page with the bounds min and max,
 //   sum over d of max(q_d min_d, q_d max_d) = [min(q, 0), max(q, 0)] . [min, max]
 // is a product of rows of 2 D elements. So a warp multiplies the bounds of 16 pages by eight query rows at once on
 // tensor cores. As in the split-KV decode kernel, bounds go from memory to registers 16 bytes at a time, and the
@@ -148,7 +148,7 @@ class PageScores {
       for (int step = 1; step < 4; step *= 2) most[i] = MaxOrNan(most[i], __shfl_xor_sync(~0u, most[i], step));
       const int page = first_page + lane_ / 4 + 8 * i;
       if (lane_ % 4 == 0 && page >= begin && page < end) {
-        params_.scores[static_cast<int64_t>(head) * params_.pages + page] = SortableScore(most[i] * params_.scale);
+        params_.scores[static_cast<int64_t>(head) * params_.pages + page] = SortableScore(most[i] * fabsf(params_.scale));
       }
     }
   }
@@ -162,6 +162,8 @@ class PageScores {
     uint32_t query[kChunks / 2][4];
 #pragma unroll
     for (int c = 0; c < kChunks / 2; ++c) LoadFresh(query[c], from + 8 * (4 * c + lane_ % 4));
+    // The sign of the scale belongs to the query.
+    const uint32_t sign = params_.scale < 0.0f ? 0x80008000u : 0u;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -171,7 +173,7 @@ class PageScores {
         const uint32_t a[4] = {bounds[0][c][2 * step], bounds[1][c][2 * step], bounds[0][c][2 * step + 1],
                                bounds[1][c][2 * step + 1]};
         const uint32_t(&q)[4] = query[c % (kChunks / 2)];
-        Mma<T>(sum, a, PartOf<T>(q[2 * step], above), PartOf<T>(q[2 * step + 1], above));
+        Mma<T>(sum, a, PartOf<T>(q[2 * step] ^ sign, above), PartOf<T>(q[2 * step + 1] ^ sign, above));
       }
     }
     most[0] = MaxOrNan(most[0], MaxOrNan(sum[0], sum[1]));
