@@ -35,9 +35,13 @@ std::string TargetOf(const OpDescription& op, Target target) {
     }
     return Member(stof::TypeText(dtype), Object(limits));
   };
-  const std::string types = Member("types", Object(Join(op.TypesOn(target), limits_of)));
-  const bool skips_scores = op.skips_scores != nullptr && op.skips_scores(target);
-  return Object(skips_scores ? types + ", " + Member("skips_scores", "true") : types);
+  std::string members = Member("types", Object(Join(op.TypesOn(target), limits_of)));
+  const auto add_flag = [&](const char* name, bool (*has)(Target)) {
+    if (has != nullptr && has(target)) members += ", " + Member(name, "true");
+  };
+  add_flag("skips_scores", op.skips_scores);
+  add_flag("chooses_pages", op.chooses_pages);
+  return Object(members);
 }
 
 std::string LimitsOf(const OpDescription& op) {

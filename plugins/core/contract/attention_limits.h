@@ -57,6 +57,12 @@ struct AttentionLimits {
   // Whether kernels of a target leave out key tiles by it. Function bodies and TensorRT compute all.
   static constexpr bool SkipsScores(Target target) { return target == Target::kCpu || target == Target::kCuda; }
 
+  // Attributes chosen_pages and page_rows.
+  static constexpr bool IsChosenPages(int64_t x) { return x >= 0 && x <= kMostLength; }
+  static constexpr bool IsPageRows(int64_t x) { return x == 16 || x == 32 || x == 64 || x == 128; }
+  // Whether kernels of a target choose pages of a KV cache, and keep their bounds. Others refuse chosen_pages.
+  static constexpr bool ChoosesPages(Target) { return false; }
+
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
     if (!IsFloat(dtype)) return {};
     // The CUDA kernels, which the TensorRT plugin runs, too, copy rows 16 bytes at a time; those of fp32 can do

@@ -30,9 +30,10 @@ constexpr VariableDescription kTable[] = {
                         "([memory](sparse-mlp.md#memory))")
         .Integer(0, int64_t{1} << 30)
         .Unset("0"),
-    VariableDescription(Variable::kSkipScores, "STOF_SKIP_SCORES",
-                        "`0`: attention computes every key tile, whatever `skip_threshold` says "
-                        "([skip by score](operators.md#skip-by-score))")
+    VariableDescription(
+        Variable::kSkipScores, "STOF_SKIP_SCORES",
+        "`0`: attention computes every key tile, whatever `skip_threshold` and `chosen_pages` say "
+        "([skip by score](operators.md#skip-by-score), [choose pages](cached-attention.md#choose-pages))")
         .Words("0 1")
         .Unset("`1`"),
     VariableDescription(Variable::kChainCache, "STOF_CHAIN_CACHE", "the folder of compiled chains; `off` for none")

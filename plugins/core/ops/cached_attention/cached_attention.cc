@@ -14,8 +14,10 @@
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/cached_attention/columns.h"
 #include "plugins/core/ops/cached_attention/new_tokens.h"
+#include "plugins/core/ops/cached_attention/page_bounds.h"
 #include "plugins/core/ops/kv_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -27,6 +29,7 @@ using Limits = AttentionLimits;
 
 constexpr KvResults kResults = {{"output", "present_key", "present_value"}, kCachedNames, in::kPastKey};
 constexpr int kOutputs = KvResults::kCount;
+constexpr int kPresentBounds = kOutputs;  // the result behind these, which nodes that choose pages have
 
 using Inputs = NamedInputs;
 constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
@@ -56,7 +59,7 @@ class CachedAttentionOp final : public Op {
              const RunContext& context) const override;
   Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override;
   int InputCount() const override { return in::kTotal + 1; }
-  int OutputCount() const override { return kOutputs; }
+  int OutputCount() const override { return attributes_.chosen_pages > 0 ? kPresentBounds + 1 : kOutputs; }
 
  private:
   // Checks every input, and fills sizes, strides and addresses.
@@ -144,7 +147,8 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   }
   a.capacity = a.sliding_window > 0 ? a.past_capacity : std::max(a.past_capacity, step->total);
   const auto given = [&inputs](int i) { return inputs.Has(i) ? &inputs[i] : nullptr; };
-  return BindScales(given(in::kKeyScale), given(in::kValueScale), &a);
+  STOF_RETURN_IF_ERROR(BindScales(given(in::kKeyScale), given(in::kValueScale), &a));
+  return BindPageBounds(inputs, attributes_, &a);
 }
 
 Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
@@ -165,14 +169,17 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
 }
 
 Status CachedAttentionOp::BindOutputs(const Inputs& inputs, int output_count, Step* step, Tensor* outputs) const {
-  if (output_count != kOutputs) {
-    return Status::Error("has " + std::to_string(output_count) +
-                         " outputs, expected output, present_key and present_value");
+  if (output_count != OutputCount()) {
+    return Status::Error("has " + std::to_string(output_count) + " outputs, expected output, present_key" +
+                         (attributes_.chosen_pages > 0
+                              ? ", present_value and present_page_bounds, as attribute chosen_pages is given"
+                              : " and present_value"));
   }
   STOF_RETURN_IF_ERROR(Bind(inputs, step));
   const CacheAppendArgs& a = step->append;
   outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
   outputs[1] = outputs[2] = TensorOfShape(CacheType(a), {a.B, a.G, a.capacity, a.D});
+  if (a.page_bounds.given()) outputs[kPresentBounds] = PresentBoundsOf(a);
   return Status();
 }
 
@@ -230,7 +237,7 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
                               const RunContext& context) const {
   const Inputs all(inputs, input_count, in::kNames);
   Step step;
-  Tensor expected[kOutputs];
+  Tensor expected[kPresentBounds + 1];
   STOF_RETURN_IF_ERROR(BindOutputs(all, output_count, &step, expected));
   STOF_RETURN_IF_ERROR(CheckResults(kResults, outputs, expected));
   std::shared_ptr<const CachedMask> mask = mask_;
@@ -238,6 +245,14 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
   STOF_RETURN_IF_ERROR(CheckBuffers(kResults, all, outputs));
   CacheAppendArgs& a = step.append;
+  if (a.page_bounds.given()) {
+    STOF_RETURN_IF_ERROR(BindPresentBounds(all, outputs[kPresentBounds], &a));
+    const Target target = context.on_cuda ? Target::kCuda : Target::kCpu;
+    if (!Limits::ChoosesPages(target)) {
+      return UnexpectedAttribute("chosen_pages", attributes_.chosen_pages,
+                                 std::string("0: no pages are chosen on ") + kTargetNames[static_cast<int>(target)]);
+    }
+  }
   if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
     return Status::Error("total_sequence_length is " + std::to_string(step.total) +
                          ", expected at most the capacity of past_key, " + std::to_string(a.past_capacity) +
@@ -357,6 +372,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   const int64_t rows = a.staging_capacity > 0 ? a.staging_capacity : a.capacity;
   AttentionArgs args = AttentionOf(*step, a.sliding_window > 0 ? std::min(step->total, rows) : step->total);
   args.kv.is_invalid = a.is_invalid;
+  args.kv.choice = ChoiceOf(a, attributes_.chosen_pages);
   std::shared_ptr<const ColumnSource::Gathered> columns;
   STOF_RETURN_IF_ERROR(BindWindow(mask, a, backend->attention, own, &args, &columns));
   // Where past and present are one buffer of all positions, the append step writes new rows alone.
@@ -394,13 +410,15 @@ const OpDescription* CachedAttentionDescription() {
       {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
       {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
-      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat}};
+      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
+      {"chosen_pages", AttributeType::kInt},      {"page_rows", AttributeType::kInt}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofCachedAttention";
     d.typed_inputs = 1;
     d.optional_inputs = in::kCount - 1;
     d.outputs = kOutputs;
+    d.optional_outputs = 1;
     d.types = Limits::kTypes;
     d.cuda_types = Limits::kTypes;
     d.storage_inputs = uint64_t{3} << in::kPastKey;
@@ -410,7 +428,8 @@ const OpDescription* CachedAttentionDescription() {
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;
-    d.skips_scores = AttentionLimits::SkipsScores;
+    d.skips_scores = Limits::SkipsScores;
+    d.chooses_pages = Limits::ChoosesPages;
     d.create = CreateCachedAttention;
     return d;
   }();
