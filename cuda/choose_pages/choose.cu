@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels that score pages and list those that a step attends.
-#include "cuda/choose_pages/choose.h"
-
 #include <cuda_runtime.h>
 
+#include "cuda/choose_pages/choose.h"
 #include "cuda/choose_pages/scores.cuh"
 #include "cuda/choose_pages/select.cuh"
 #include "cuda/common/launch.cuh"

@@ -16,9 +16,9 @@ namespace cuda {
 // Parameters of the kernels that score and choose pages. Strides count elements; pointers are device addresses.
 struct ChooseParams {
   int32_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0;
-  DType dtype = DType::kF16;      // of queries, keys and bounds: fp16 or bf16
-  const void* query = nullptr;    // [B, H, S, D]
-  const void* key = nullptr;      // [B, G, T, D]; nullptr: the bounds of pages with new rows are there already
+  DType dtype = DType::kF16;    // of queries, keys and bounds: fp16 or bf16
+  const void* query = nullptr;  // [B, H, S, D]
+  const void* key = nullptr;    // [B, G, T, D]; nullptr: the bounds of pages with new rows are there already
   Strides query_stride, key_stride;
   float scale = 1.0f;
   const int32_t* first_rows = nullptr;  // [B]

@@ -148,7 +148,8 @@ class PageScores {
       for (int step = 1; step < 4; step *= 2) most[i] = MaxOrNan(most[i], __shfl_xor_sync(~0u, most[i], step));
       const int page = first_page + lane_ / 4 + 8 * i;
       if (lane_ % 4 == 0 && page >= begin && page < end) {
-        params_.scores[static_cast<int64_t>(head) * params_.pages + page] = SortableScore(most[i] * fabsf(params_.scale));
+        params_.scores[static_cast<int64_t>(head) * params_.pages + page] =
+            SortableScore(most[i] * fabsf(params_.scale));
       }
     }
   }
@@ -172,7 +173,7 @@ class PageScores {
       for (int step = 0; step < 2; ++step) {
         const uint32_t a[4] = {bounds[0][c][2 * step], bounds[1][c][2 * step], bounds[0][c][2 * step + 1],
                                bounds[1][c][2 * step + 1]};
-        const uint32_t(&q)[4] = query[c % (kChunks / 2)];
+        const uint32_t (&q)[4] = query[c % (kChunks / 2)];
         Mma<T>(sum, a, PartOf<T>(q[2 * step] ^ sign, above), PartOf<T>(q[2 * step + 1] ^ sign, above));
       }
     }

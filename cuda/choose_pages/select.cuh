@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selects the largest of many numbers: radix selection by a CTA, whose bins part the range of the numbers that are left.
-// So numbers that are close to each other fall into many bins, and two passes are usual. Sums of integers alone: every
-// run selects the same ones.
+// Selects the largest of many numbers: radix selection by a CTA, whose bins part the range of the numbers that are
+// left. So numbers that are close to each other fall into many bins, and two passes are usual. Sums of integers alone:
+// every run selects the same ones.
 #ifndef STOF_CUDA_CHOOSE_PAGES_SELECT_CUH_
 #define STOF_CUDA_CHOOSE_PAGES_SELECT_CUH_
 

@@ -42,8 +42,8 @@ struct DecodeParams {
   KeyPages pages;
   const int32_t* key_ends = nullptr;
   // The pages that each KV head attends, of those of its cache (cuda/choose_pages/choose.h): pages.table has a row for
-  // each, [B, G, columns], and left_out [B, G] is the number of keys of the other pages. Only FindChosenDecode's kernels
-  // read it.
+  // each, [B, G, columns], and left_out [B, G] is the number of keys of the other pages. Only FindChosenDecode's
+  // kernels read it.
   const int32_t* left_out = nullptr;
 };
 

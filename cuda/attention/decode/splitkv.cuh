@@ -505,8 +505,7 @@ class Decode {
           float& x = s[g][n][e];
           x = __fmul_rn(x, scale_);
           if (score_mod) {
-            x = ApplyScoreMod<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2],
-                                 RowOfKey(entry, g, offset + e / 2 * 8));
+            x = ApplyScoreMod<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2], RowOfKey(entry, g, offset + e / 2 * 8));
           }
           if (mean) x = 0.0f;
           if ((word[e % 2] >> ((offset + e / 2 * 8) % 32) & 1u) == 0) x = -INFINITY;

@@ -66,6 +66,8 @@ Status CheckCudaAttention(const AttentionArgs& args);
 bool IsLimitedToKeyRange(const AttentionArgs& args);
 // Whether AttentionBackend::run takes these keys and values in KvArgs::pages: few queries, aligned rows.
 bool CanReadPages(const AttentionArgs& args);
+// Whether AttentionBackend::run attends chosen pages alone (KvArgs::choice), and computes the bounds that these lack.
+bool ChoosesPages(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
 // data is not read.

@@ -30,8 +30,11 @@ struct PageChoice {
   int64_t rows = 0;   // of a page
   // PageBounds::present behind the append step: strides in elements between sequences, KV heads and pages; a page has
   // D smallest elements, then D largest ones.
-  const void* bounds = nullptr;
+  void* bounds = nullptr;
   int64_t stride_b = 0, stride_g = 0, stride_page = 0;
+  // Devices: the append step has left out the bounds of the pages that FirstComputedPage begins, and written no others.
+  // Attention computes them.
+  bool lacks_new_bounds = false;
   STOF_ALWAYS_INLINE bool given() const { return pages > 0; }
 };
 

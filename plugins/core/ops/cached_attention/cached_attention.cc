@@ -382,6 +382,11 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(args)) a.clear_end = args.shape.T;
+  if (ChoosesPages(args) && a.page_bounds.past_pages > 0 && a.page_bounds.past == a.page_bounds.present) {
+    // One kernel less: attention computes the bounds of pages with new rows while it scores the others.
+    args.kv.choice.lacks_new_bounds = true;
+    a.page_bounds = PageBounds();
+  }
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
