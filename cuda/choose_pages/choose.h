@@ -46,6 +46,8 @@ struct ChooseParams {
 
 // The pages that T keys take.
 inline int64_t CountPages(int64_t T, int64_t rows) { return (T + rows - 1) / rows; }
+// The logarithm of the rows of a page.
+inline int32_t PageShift(int64_t rows) { return rows == 16 ? 4 : rows == 32 ? 5 : rows == 64 ? 6 : 7; }
 // Entries of a list: the pages that a KV head may attend.
 inline int64_t ListColumns(int64_t chosen, int64_t pages) { return std::min(chosen + kAlwaysAttended, pages); }
 

@@ -183,7 +183,7 @@ ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decod
   params.bounds = choice.bounds;
   params.bounds_stride_b = choice.stride_b, params.bounds_stride_g = choice.stride_g;
   params.bounds_stride_page = choice.stride_page;
-  while (int64_t{1} << params.shift < choice.rows) ++params.shift;
+  params.shift = PageShift(choice.rows);
   params.pages = static_cast<int32_t>(CountPages(p.T, choice.rows));
   params.chosen = static_cast<int32_t>(std::min<int64_t>(choice.pages, params.pages));
   params.columns = static_cast<int32_t>(ListColumns(params.chosen, params.pages));
