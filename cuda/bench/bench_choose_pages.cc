@@ -171,7 +171,7 @@ void BindChoice(const stof::AttentionArgs& args, Memory* memory, stof::cuda::Cho
   params->seqlens = args.kv.seqlens, params->window_left = stof::cuda::kNoWindow;
   params->bounds = choice.bounds, params->bounds_stride_b = choice.stride_b;
   params->bounds_stride_g = choice.stride_g, params->bounds_stride_page = choice.stride_page;
-  while (int64_t{1} << params->shift < choice.rows) ++params->shift;
+  params->shift = stof::cuda::PageShift(choice.rows);
   params->pages = narrow(stof::cuda::CountPages(shape.T, choice.rows)), params->chosen = narrow(choice.pages);
   params->columns = narrow(stof::cuda::ListColumns(choice.pages, params->pages));
   const stof::cuda::ChooseWorkspace workspace(shape.B * shape.G, params->pages, params->columns);
@@ -217,11 +217,7 @@ Problem MakeProblem(const Options& options, int64_t B, int64_t T, int64_t D, Mem
   problem.chosen = std::max<int64_t>(1, std::lround(static_cast<double>(pages) * options.share));
   const auto range =
       stof::cuda::MakePageRange(static_cast<int32_t>(T - options.tokens), static_cast<int32_t>(options.tokens),
-                                static_cast<int32_t>(T), stof::cuda::kNoWindow,
-                                options.rows == 16   ? 4
-                                : options.rows == 32 ? 5
-                                : options.rows == 64 ? 6
-                                                     : 7);
+                                static_cast<int32_t>(T), stof::cuda::kNoWindow, stof::cuda::PageShift(options.rows));
   const int64_t rows = range.Attended(static_cast<int32_t>(problem.chosen)) * options.rows;
   problem.bytes = static_cast<double>(B * kKeyHeads * D * 2 * 2 * (range.Candidates() + rows));
   std::mt19937 random(7);
