@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // In place of the header of the CUDA toolkit: device functions of one CTA run on the host, a thread for each of its
-// threads. Only code whose warps call the same warp functions in the same order works.
+// threads. It also stands for the headers whose guards it defines, with a bf16 of its own and mma.sync as the PTX ISA
+// defines its fragments. Only code whose warps call the same warp functions in the same order works.
 #pragma once
 #include <algorithm>
-#include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,11 +16,15 @@
 
 #define __device__
 #define __forceinline__ inline
+#define STOF_CUDA_COMMON_LAUNCH_CUH_
+#define STOF_CUDA_COMMON_MMA_SM80_CUH_
+#define STOF_CUDA_COMMON_ROUND_CUH_
+#define STOF_CUDA_CHOOSE_PAGES_LOADS_CUH_
 
 struct uint3 {
   unsigned x, y, z;
 };
-inline thread_local uint3 threadIdx = {0, 0, 0};
+inline thread_local uint3 threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0};
 
 namespace stof::test::emulated_cta {
 
@@ -48,17 +54,21 @@ class Barrier {
 struct Warp {
   Barrier barrier{32};
   uint32_t slots[32] = {};
+  struct Fragments {
+    uint32_t a[4], b[2];
+  } fragments[32] = {};
 };
 
 class Cta {
  public:
-  // Runs a function in each of `threads` threads, a multiple of 32.
-  static void Run(int threads, const std::function<void()>& function) {
+  // Runs a function in each of `threads` threads, a multiple of 32, of CTA `block`.
+  static void Run(int threads, const std::function<void()>& function, int block = 0) {
     Cta cta(threads);
     std::vector<std::thread> running;
     for (int thread = 0; thread < threads; ++thread) {
-      running.emplace_back([&cta, &function, thread] {
+      running.emplace_back([&cta, &function, thread, block] {
         threadIdx.x = static_cast<unsigned>(thread);
+        blockIdx.x = static_cast<unsigned>(block);
         Current() = &cta;
         function();
       });
@@ -125,3 +135,76 @@ inline int __shfl_up_sync(unsigned, int value, int step) {
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
+inline float __uint_as_float(uint32_t bits) {
+  float x = 0.0f;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float __shfl_xor_sync(unsigned, float value, int step) {
+  uint32_t values[32];
+  stof::test::emulated_cta::Cta::Exchange(__float_as_uint(value), values);
+  return __uint_as_float(values[static_cast<int>(threadIdx.x % 32) ^ step]);
+}
+using std::isnan;
+
+namespace stof {
+namespace cuda {
+
+struct EmulatedBf16 {
+  uint16_t bits;
+};
+inline float ToFloat(EmulatedBf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+// Cuts the lower half off: for numbers that have none.
+template <typename T>
+T Round(float x) {
+  return {static_cast<uint16_t>(__float_as_uint(x) >> 16)};
+}
+inline void WaitForPrevious() {}
+inline void LetNextStart() {}
+inline float MaxOrNan(float x, float y) { return isnan(x) || isnan(y) ? NAN : max(x, y); }
+
+inline int32_t LoadFresh(const int32_t* from) { return *from; }
+inline void LoadFresh(uint32_t (&x)[4], const void* from) { std::memcpy(x, from, sizeof x); }
+inline void LoadBounds(uint32_t (&x)[4], const void* from, bool valid) {
+  std::memset(x, 0, sizeof x);
+  if (valid) std::memcpy(x, from, sizeof x);
+}
+template <typename T>
+uint32_t PartOf(uint32_t query, bool above) {
+  uint32_t part = 0;
+  for (int i = 0; i < 2; ++i) {
+    const float x = __uint_as_float(query >> 16 * i << 16);
+    const bool is_there = isnan(x) || (above ? x > 0.0f : x < 0.0f);
+    part |= (is_there ? query >> 16 * i & 0xffffu : 0u) << 16 * i;
+  }
+  return part;
+}
+
+template <typename T>
+void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  auto& warp = test::emulated_cta::Cta::OwnWarp();
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  auto& own = warp.fragments[lane];
+  std::copy_n(a, 4, own.a);
+  own.b[0] = b0, own.b[1] = b1;
+  warp.barrier.Wait();
+  const auto element = [](uint32_t word, int i) { return __uint_as_float(word >> 16 * i << 16); };
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 16; ++k) {
+      // Row 8 r + g, column 8 c + 2 t + i of A is element i of word 2 c + r of lane 4 g + t; of B, row 8 r + 2 t + i
+      // and column g are element i of word r of that lane.
+      c[e] += element(warp.fragments[row % 8 * 4 + k % 8 / 2].a[k / 8 * 2 + row / 8], k % 2) *
+              element(warp.fragments[column * 4 + k % 8 / 2].b[k / 8], k % 2);
+    }
+  }
+  warp.barrier.Wait();
+}
+
+}  // namespace cuda
+}  // namespace stof
