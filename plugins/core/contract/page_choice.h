@@ -40,6 +40,11 @@ struct PageChoice {
 
 constexpr int64_t kMostChoosingTokens = 16;
 
+// Pages [first, last) of a KV head.
+struct PageSpan {
+  int32_t first = 0, last = 0;
+};
+
 // The first page whose bounds a step computes from the keys of the cache; those before it are taken from past. What
 // lies behind first_row, the row of the first new token, may be stale: callers rewind. first_row is not negative.
 STOF_ALWAYS_INLINE_HOST_DEVICE int64_t FirstComputedPage(const PageBounds& bounds, int64_t first_row) {

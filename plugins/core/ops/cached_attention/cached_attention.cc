@@ -74,11 +74,14 @@ class CachedAttentionOp final : public Op {
   struct HostRun {
     HostMask mask;
     AttentionArgs args;
+    HostChoice choice;
     CpuAttentionConfig config;
     void* workspace = nullptr;
   };
-  // first_row of the append step is filled. B and S are at least 1. *run must stay where it is.
-  Status PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step, HostRun* run) const;
+  // first_row of the append step is filled. B and S are at least 1. *run must stay where it is. is_plan: its memory is
+  // counted alone.
+  Status PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step, bool is_plan,
+                      HostRun* run) const;
   Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
   Status RunOnCuda(const CachedMask& mask, const RunContext& context, Step* step) const;
 
@@ -296,13 +299,13 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
   if (a.B == 0 || a.S == 0) return Status();
   HostRun run;
-  STOF_RETURN_IF_ERROR(PrepareOnCpu(mask, context, *step, &run));
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(mask, context, *step, false, &run));
   STOF_RETURN_IF_ERROR(CpuAttention(run.args, run.config, run.workspace, context.parallel));
   return run.mask.mask->status();
 }
 
 Status CachedAttentionOp::PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step,
-                                       HostRun* run) const {
+                                       bool is_plan, HostRun* run) const {
   const CacheAppendArgs& a = step.append;
   std::vector<int32_t> ends(static_cast<size_t>(a.B));
   for (int64_t b = 0; b < a.B; ++b) {
@@ -311,11 +314,15 @@ Status CachedAttentionOp::PrepareOnCpu(const CachedMask& mask, const RunContext&
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
   HostMask& bound = run->mask;
-  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, step.scores.bias.data != nullptr, std::move(ends), &bound));
+  const PageChoice choice = ChoiceOf(a, attributes_.chosen_pages);
+  const bool may_leave_out = MayLeaveOut(a, choice, ends.data());
+  const bool can_gather = step.scores.bias.data == nullptr && !may_leave_out;
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, can_gather, std::move(ends), &bound));
   run->args = AttentionOf(step, bound.keys);
   run->args.mask.fixed = StaticMask::OfElements(bound.mask->view());
   run->args.kv.key_ends = bound.ends.data();
   run->args.kv.columns = bound.columns;
+  if (may_leave_out) STOF_RETURN_IF_ERROR(ChooseOnCpu(a, choice, is_plan, context, &run->args, &run->choice));
   const int threads = std::max(1, context.parallel.threads);
   run->config = ChooseCpuAttention(run->args, threads);
   return context.Allocate(CpuAttentionWorkspace(run->args, run->config, threads), &run->workspace);
@@ -347,7 +354,7 @@ Status CachedAttentionOp::PlanHost(const Tensor* inputs, int input_count, int th
   std::vector<int32_t> seqlens(static_cast<size_t>(a.B), static_cast<int32_t>(step.total - 1));
   if (a.seqlens == nullptr) a.seqlens = seqlens.data();
   STOF_RETURN_IF_ERROR(CheckLengths(a, step.total));
-  a.present_key = a.present_value = step.output = UnreadData();
+  a.present_key = a.present_value = step.output = a.page_bounds.present = UnreadData();
   step.scores = ScoresOf(attributes_, a.D);
   const AttentionShape shape = {a.B, a.H, a.G, a.S, step.total, a.D, a.D, a.dtype};
   STOF_RETURN_IF_ERROR(BindBias(all, in::kBias, shape, &step.scores));
@@ -359,7 +366,7 @@ Status CachedAttentionOp::PlanHost(const Tensor* inputs, int input_count, int th
   a.first_row = first_rows.data();
   CpuFindFirstRows(a);
   HostRun run;
-  STOF_RETURN_IF_ERROR(PrepareOnCpu(*mask, context, step, &run));
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(*mask, context, step, true, &run));
   *workspace = counter.bytes();
   return Status();
 }

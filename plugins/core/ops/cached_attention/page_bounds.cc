@@ -4,6 +4,7 @@
 #include <string>
 
 #include "plugins/core/base/integers.h"
+#include "plugins/core/contract/attention.h"
 #include "plugins/core/host/skip_scores.h"
 
 namespace stof {
@@ -12,6 +13,10 @@ namespace in = cached_input;
 namespace {
 
 constexpr char kPresentPageBounds[] = "present_page_bounds";
+
+ChoosingStep StepOf(const CacheAppendArgs& append, const PageChoice& choice, const int32_t* ends) {
+  return {append.B, append.H, append.G, append.S, append.first_row, ends, choice.pages, choice.rows};
+}
 
 }  // namespace
 
@@ -72,6 +77,41 @@ PageChoice ChoiceOf(const CacheAppendArgs& args, int64_t chosen_pages) {
   choice.stride_g = bounds.pages * choice.stride_page;
   choice.stride_b = args.G * choice.stride_g;
   return choice;
+}
+
+bool MayLeaveOut(const CacheAppendArgs& append, const PageChoice& choice, const int32_t* ends) {
+  return choice.given() && StepOf(append, choice, ends).CanLeaveOut();
+}
+
+Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool is_plan, const RunContext& context,
+                   AttentionArgs* attention, HostChoice* chosen) {
+  AttentionArgs& args = *attention;
+  chosen->step = StepOf(append, choice, args.kv.key_ends);
+  // A state, the bound of the scores and its copy of each page.
+  const auto count = static_cast<size_t>(append.B * append.G * chosen->step.CountPages());
+  void *states = nullptr, *scores = nullptr;
+  STOF_RETURN_IF_ERROR(context.Allocate(count, &states));
+  STOF_RETURN_IF_ERROR(context.Allocate(2 * count * sizeof(float), &scores));
+  if (is_plan) {
+    chosen->planned.resize(count);
+    states = chosen->planned.data();
+  }
+  chosen->pages =
+      std::make_unique<ChosenPages>(*args.mask.fixed.elements(), chosen->step, static_cast<uint8_t*>(states));
+  ChosenPages& pages = *chosen->pages;
+  args.kv.choice = choice;
+  if (is_plan) {
+    pages.ChooseApart(kFewQueriesTile);
+  } else {
+    const auto bounds = static_cast<float*>(scores);
+    if (pages.leaves_out()) CpuScorePages(args, pages.spans(), pages.pages(), bounds, context.parallel);
+    pages.Choose(bounds, bounds + count, context.parallel);
+    SkipCounts counts;
+    pages.CountPairs(&counts.scored, &counts.skipped);
+    AddSkipCounts(counts);
+  }
+  args.mask.fixed = StaticMask::OfElements(pages.view());
+  return Status();
 }
 
 }  // namespace stof

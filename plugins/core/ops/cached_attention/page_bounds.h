@@ -4,8 +4,13 @@
 #define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_PAGE_BOUNDS_H_
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
+#include "plugins/core/contract/attention_args.h"
 #include "plugins/core/contract/cached_attention.h"
+#include "plugins/core/contract/op.h"
+#include "plugins/core/mask/chosen_pages.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -25,6 +30,19 @@ Status BindPresentBounds(const NamedInputs& inputs, const Tensor& present, Cache
 // What attention behind the append step may leave out. Nothing where the step is longer than those that choose, or
 // where STOF_SKIP_SCORES turns the choice off.
 PageChoice ChoiceOf(const CacheAppendArgs& args, int64_t chosen_pages);
+
+// The pages that a step on the CPU attends. It must stay where it is.
+struct HostChoice {
+  ChoosingStep step;
+  std::vector<uint8_t> planned;  // memory of plans, whose contexts give none
+  std::unique_ptr<ChosenPages> pages;
+};
+// Whether a step may leave pages out of a cache with these lengths. ends: [B], the numbers of keys.
+bool MayLeaveOut(const CacheAppendArgs& append, const PageChoice& choice, const int32_t* ends);
+// Takes the pages that are not chosen from the mask of *attention, whose arguments are bound. is_plan: memory is
+// counted alone, and tensors have no data.
+Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool is_plan, const RunContext& context,
+                   AttentionArgs* attention, HostChoice* chosen);
 
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_PAGE_BOUNDS_H_
