@@ -21,6 +21,7 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/decode/column_list.cuh"
 #include "cuda/attention/decode/common.cuh"
+#include "cuda/attention/decode/load_once.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"

@@ -15,7 +15,7 @@
 namespace stof::test {
 namespace {
 
-using Bf16 = cuda::EmulatedBf16;
+using Bf16 = cuda::CtaBf16;
 
 std::vector<Bf16> Draw(int64_t count, Random* random) {
   std::vector<Bf16> values;

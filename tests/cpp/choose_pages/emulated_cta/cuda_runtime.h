@@ -108,44 +108,45 @@ T Reduce(T value, const Fold& fold) {
 
 }  // namespace stof::test::emulated_cta
 
+// Functions have internal linkage: other tests have others of the same names.
 using std::max;
 using std::min;
-inline void __syncthreads() { stof::test::emulated_cta::Cta::Current()->barrier.Wait(); }
-inline int __reduce_add_sync(unsigned, int value) {
+static inline void __syncthreads() { stof::test::emulated_cta::Cta::Current()->barrier.Wait(); }
+static inline int __reduce_add_sync(unsigned, int value) {
   return stof::test::emulated_cta::Reduce(value, [](int x, int y) { return x + y; });
 }
-inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
+static inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
   return stof::test::emulated_cta::Reduce(value, [](uint32_t x, uint32_t y) { return min(x, y); });
 }
-inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+static inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   return stof::test::emulated_cta::Reduce(value, [](uint32_t x, uint32_t y) { return max(x, y); });
 }
-inline uint32_t __ballot_sync(unsigned, bool value) {
+static inline uint32_t __ballot_sync(unsigned, bool value) {
   uint32_t values[32], bits = 0;
   stof::test::emulated_cta::Cta::Exchange(value ? 1 : 0, values);
   for (int i = 0; i < 32; ++i) bits |= values[i] << i;
   return bits;
 }
-inline int __shfl_up_sync(unsigned, int value, int step) {
+static inline int __shfl_up_sync(unsigned, int value, int step) {
   uint32_t values[32];
   stof::test::emulated_cta::Cta::Exchange(static_cast<uint32_t>(value), values);
   const int lane = static_cast<int>(threadIdx.x % 32);
   return lane >= step ? static_cast<int>(values[lane - step]) : value;
 }
-inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
-inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
-inline float __uint_as_float(uint32_t bits) {
+static inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+static inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
+static inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
+static inline float __uint_as_float(uint32_t bits) {
   float x = 0.0f;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
-inline uint32_t __float_as_uint(float x) {
+static inline uint32_t __float_as_uint(float x) {
   uint32_t bits = 0;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-inline float __shfl_xor_sync(unsigned, float value, int step) {
+static inline float __shfl_xor_sync(unsigned, float value, int step) {
   uint32_t values[32];
   stof::test::emulated_cta::Cta::Exchange(__float_as_uint(value), values);
   return __uint_as_float(values[static_cast<int>(threadIdx.x % 32) ^ step]);
@@ -155,27 +156,30 @@ using std::isnan;
 namespace stof {
 namespace cuda {
 
-struct EmulatedBf16 {
+struct CtaBf16 {
   uint16_t bits;
 };
-inline float ToFloat(EmulatedBf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
-// Cuts the lower half off: for numbers that have none.
-template <typename T>
-T Round(float x) {
-  return {static_cast<uint16_t>(__float_as_uint(x) >> 16)};
+static inline float ToFloat(CtaBf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+static inline uint32_t RoundToBf16(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return isnan(x) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
-inline void WaitForPrevious() {}
-inline void LetNextStart() {}
-inline float MaxOrNan(float x, float y) { return isnan(x) || isnan(y) ? NAN : max(x, y); }
+template <typename T>
+static T Round(float x) {
+  return {static_cast<uint16_t>(RoundToBf16(x))};
+}
+static inline void WaitForPrevious() {}
+static inline void LetNextStart() {}
+static inline float MaxOrNan(float x, float y) { return isnan(x) || isnan(y) ? NAN : max(x, y); }
 
-inline int32_t LoadFresh(const int32_t* from) { return *from; }
-inline void LoadFresh(uint32_t (&x)[4], const void* from) { std::memcpy(x, from, sizeof x); }
-inline void LoadBounds(uint32_t (&x)[4], const void* from, bool valid) {
+static inline int32_t LoadFresh(const int32_t* from) { return *from; }
+static inline void LoadFresh(uint32_t (&x)[4], const void* from) { std::memcpy(x, from, sizeof x); }
+static inline void LoadBounds(uint32_t (&x)[4], const void* from, bool valid) {
   std::memset(x, 0, sizeof x);
   if (valid) std::memcpy(x, from, sizeof x);
 }
 template <typename T>
-uint32_t PartOf(uint32_t query, bool above) {
+static uint32_t PartOf(uint32_t query, bool above) {
   uint32_t part = 0;
   for (int i = 0; i < 2; ++i) {
     const float x = __uint_as_float(query >> 16 * i << 16);
@@ -186,7 +190,7 @@ uint32_t PartOf(uint32_t query, bool above) {
 }
 
 template <typename T>
-void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+static void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   auto& warp = test::emulated_cta::Cta::OwnWarp();
   const int lane = static_cast<int>(threadIdx.x % 32);
   auto& own = warp.fragments[lane];
