@@ -20,8 +20,9 @@ __global__ void __launch_bounds__(PageScores<kHead, T>::kThreads, 4)
 
 constexpr int kChoiceThreads = 1024;
 
-// Adds the pairs of the query rows of a KV head and the keys of pages that count.
-__device__ void CountPairs(const ChooseParams& params, const PageRange& range, int keys, int left_out) {
+// Adds the pairs of the query rows of a KV head and the keys of pages that count, but not those of invalid sequences.
+__device__ void CountPairs(const ChooseParams& params, const PageRange& range, int b, int keys, int left_out) {
+  if (params.is_invalid != nullptr && LoadFresh(params.is_invalid + b) != 0) return;
   const auto rows = static_cast<unsigned long long>(params.H / params.G * params.S);
   const int counted = keys - (range.begin << params.shift);
   atomicAdd(params.counts, rows * static_cast<unsigned long long>(counted > 0 ? counted : 0));
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoosePages(const __grid_const
   __shared__ PageSelection::Shared shared;
   WaitForPrevious();
   LetNextStart();
-  const int head = blockIdx.x, first_row = LoadFresh(params.first_rows + head / params.G);
+  const int head = blockIdx.x, b = head / params.G, first_row = LoadFresh(params.first_rows + b);
   const PageRange range = MakePageRange(first_row, params.S, params.T, params.window_left, params.shift);
   const int begin = range.CandidatesBegin(), candidates = range.Candidates();
   const int attended = range.Attended(params.chosen), left_out = (range.end - range.begin - attended) << params.shift;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoosePages(const __grid_const
   if (threadIdx.x == 0) {
     // Rows before the recent pages that the list does not have.
     params.left_out[head] = (range.end - attended) << params.shift;
-    if (params.counts != nullptr) CountPairs(params, range, min(first_row + params.S, params.T), left_out);
+    if (params.counts != nullptr) CountPairs(params, range, b, min(first_row + params.S, params.T), left_out);
   }
   if (left_out == 0) {
     for (int i = threadIdx.x; i < attended; i += kChoiceThreads) list[i] = range.begin + i;
