@@ -40,22 +40,22 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoosePages(const __grid_const
   const int begin = range.CandidatesBegin(), candidates = range.Candidates();
   const int attended = range.Attended(params.chosen), left_out = (range.end - range.begin - attended) << params.shift;
   int32_t* const list = params.list + static_cast<int64_t>(head) * params.columns;
-  if (threadIdx.x == 0) {
-    // Rows before the recent pages that the list does not have.
-    params.left_out[head] = (range.end - attended) << params.shift;
-    if (params.counts != nullptr) CountPairs(params, range, b, min(first_row + params.S, params.T), left_out);
-  }
+  // Rows before the recent pages that the list does not have.
+  if (threadIdx.x == 0) params.left_out[head] = (range.end - attended) << params.shift;
   if (left_out == 0) {
     for (int i = threadIdx.x; i < attended; i += kChoiceThreads) list[i] = range.begin + i;
-    return;
+  } else {
+    // Page 0 comes first, then those that are chosen, then the recent ones.
+    const int chosen_at = begin - range.begin, recent_at = chosen_at + params.chosen;
+    if (threadIdx.x < chosen_at) list[threadIdx.x] = range.begin;
+    if (threadIdx.x < range.end - range.recent) list[recent_at + threadIdx.x] = range.recent + threadIdx.x;
+    PageSelection selection(params.scores + static_cast<int64_t>(head) * params.pages + begin, candidates, shared);
+    const SelectionCut cut = selection.FindCut(params.chosen);
+    selection.ForEachSelected(cut, [&](int place, int i) { list[chosen_at + place] = begin + i; });
   }
-  // Page 0 comes first, then those that are chosen, then the recent ones.
-  const int chosen_at = begin - range.begin, recent_at = chosen_at + params.chosen;
-  if (threadIdx.x < chosen_at) list[threadIdx.x] = range.begin;
-  if (threadIdx.x < range.end - range.recent) list[recent_at + threadIdx.x] = range.recent + threadIdx.x;
-  PageSelection selection(params.scores + static_cast<int64_t>(head) * params.pages + begin, candidates, shared);
-  const SelectionCut cut = selection.FindCut(params.chosen);
-  selection.ForEachSelected(cut, [&](int place, int i) { list[chosen_at + place] = begin + i; });
+  if (threadIdx.x == 0 && params.counts != nullptr) {
+    CountPairs(params, range, b, min(first_row + params.S, params.T), left_out);
+  }
 }
 
 template <int kHead, typename T>
