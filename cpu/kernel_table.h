@@ -13,12 +13,14 @@ struct AttentionKernels;
 struct ChainKernels;
 struct GemmKernels;
 struct PackedGemmKernels;
+struct PagesKernels;
 struct SparseMlpKernels;
 
 // A member for each source OPERATOR_kernels.cc.
 struct KernelTable {
   const AttentionKernels* attention = nullptr;
   const AppendKernels* append = nullptr;
+  const PagesKernels* pages = nullptr;
   const ChainKernels* chain = nullptr;
   const GemmKernels* gemm = nullptr;
   const PackedGemmKernels* packed_gemm = nullptr;

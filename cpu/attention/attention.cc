@@ -342,7 +342,7 @@ int64_t CountTileRows(const AttentionArgs& args, int64_t m) {
 CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   CpuAttentionConfig config;
   config.isa = BestCpuIsa();
-  config.n = 64;
+  config.n = kFewQueriesTile;
   if (cpu::HasFewQueries(args)) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.shape.S));
     return config;

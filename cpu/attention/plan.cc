@@ -47,7 +47,8 @@ constexpr int64_t kPartialBytes = 64 << 20;
 
 bool HasFewQueries(const AttentionArgs& args) {
   if (args.sequences.has_queries || args.scores.has_relative_tables() || args.relative_value.given()) return false;
-  return args.shape.S <= kFewRows || (args.shape.S <= kMostFewRows && args.shape.T >= kManyKeys);
+  return args.shape.S <= kFewRows ||
+         (args.shape.S <= kMostFewRows && (args.shape.T >= kManyKeys || args.kv.choice.given()));
 }
 
 AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) : args_(args) {
@@ -228,6 +229,8 @@ void AttentionPlan::PlanFewQueries() {
   // The length of a split must not depend on the number of threads, so that results do not.
   const int64_t least = args_.scores.skip_threshold > 0.0f ? kLeastSkippingSplitKeys : kLeastSplitKeys;
   int64_t length = std::clamp(total / kManyItems, least / problem_.n, kMostSplitKeys / problem_.n);
+  // Nor on which pages are chosen, so that memory is known before they are.
+  if (args_.kv.choice.given()) length = least / problem_.n;
   if (rereads_keys) length = std::min(length, kSharedSplitKeys / problem_.n);
   const int64_t most =
       kPartialBytes / std::max<int64_t>(1, args_.shape.B * args_.shape.H * args_.shape.S * problem_.partial_stride * 4);

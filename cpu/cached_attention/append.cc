@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/cached_attention/pages.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
@@ -93,6 +94,15 @@ Status cpu::CheckAppendSizes(const CacheAppendArgs& args) {
   }
   if (shared != (args.past_value != nullptr && args.past_value == args.present_value)) {
     return Status::Error("past and present share a buffer for keys or values alone, expected both or none");
+  }
+  const PageBounds& bounds = args.page_bounds;
+  if (!bounds.given()) return Status();
+  if (!AttentionLimits::IsPageRows(bounds.rows) || bounds.pages * bounds.rows < args.capacity ||
+      (bounds.past_pages > 0 && bounds.past_pages * bounds.rows < args.past_capacity)) {
+    return Status::Error("the bounds of pages are not those of the caches");
+  }
+  if (is_quantized || args.sliding_window > 0) {
+    return Status::Error("quantized and sliding-window caches have no bounds of pages");
   }
   return Status();
 }
@@ -280,6 +290,7 @@ Status cpu::AppendToCache(const CacheAppendArgs& args, CpuIsa isa, const Paralle
       return std::pair<int64_t, int64_t>(step.dropped, step.held + step.tokens - step.dropped);
     });
   }
+  if (args.page_bounds.given()) UpdatePageBounds(args, steps.data(), isa, parallel);
   return Status();
 }
 

@@ -7,6 +7,7 @@
 
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/workspace_bounds.h"
+#include "cuda/choose_pages/choose.h"
 #include "cuda/mask/program/mask_program.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
@@ -135,6 +136,16 @@ bool IsLimitedToKeyRange(const AttentionArgs& args) {
 bool CanReadPages(const AttentionArgs& args) {
   return args.shape.T > 0 && args.shape.S <= cuda::kDecodeQueries && args.mask.empty_rows <= EmptyRows::kNan &&
          cuda::HasAlignedRows(args);
+}
+
+bool ChoosesPages(const AttentionArgs& args) {
+  const PageChoice& choice = args.kv.choice;
+  if (!choice.given() || !IsLimitedToKeyRange(args) || args.mask.fixed.window()->columns != nullptr) return false;
+  // Where the list has every page anyway, other kernels are faster.
+  const int64_t pages = cuda::CountPages(args.shape.T, choice.rows);
+  return cuda::CanChoosePages(args.shape.dtype, args.shape.D) && args.shape.D == args.shape.Dv &&
+         KvType(args.shape) == args.shape.dtype && args.key.stride.s == args.value.stride.s &&
+         cuda::ListColumns(choice.pages, pages) < pages;
 }
 
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,

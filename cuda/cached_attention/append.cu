@@ -19,6 +19,7 @@
 
 #include "cuda/cached_attention/append.h"
 #include "cuda/cached_attention/cache_rows.h"
+#include "cuda/choose_pages/update.h"
 #include "cuda/common/head_transform.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/status.h"
@@ -387,7 +388,10 @@ Status AppendToCache(const CacheAppendArgs& args, const RunContext& context) {
     return Status::Error("batch " + std::to_string(args.B) + " with " + std::to_string(args.S) + " tokens of " +
                          std::to_string(args.H) + " heads is too large for one launch: run with a smaller batch");
   }
-  return ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that appends to a cache");
+  STOF_RETURN_IF_ERROR(ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that appends to a cache"));
+  if (!args.page_bounds.given()) return Status();
+  return ToStatus(static_cast<cudaError_t>(LaunchUpdateBounds(args, context.stream)),
+                  "launch of the kernel that computes bounds of pages");
 }
 
 }  // namespace cuda

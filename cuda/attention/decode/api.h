@@ -41,6 +41,10 @@ struct DecodeParams {
   // Keys and values in pages, key_ends[b] of each sequence. Only FindPagedDecode's kernels read them.
   KeyPages pages;
   const int32_t* key_ends = nullptr;
+  // The pages that each KV head attends, of those of its cache (cuda/choose_pages/choose.h): pages.table has a row for
+  // each, [B, G, columns], and left_out [B, G] is the number of keys of the other pages. Only FindChosenDecode's
+  // kernels read it.
+  const int32_t* left_out = nullptr;
 };
 
 // Whether the decode kernels read quantized keys and values: 16 elements at a time. Others are dequantized first.
@@ -91,6 +95,9 @@ KernelTable FindDecodeBf16Float8(const KernelProblem& problem);
 KernelTable FindPagedDecodeF16(const KernelProblem& problem);
 KernelTable FindPagedDecodeBf16(const KernelProblem& problem);
 KernelTable FindPagedDecodeF32(const KernelProblem& problem);
+// The split-KV kernel for chosen pages, alone in its table: heads of 64 and 128 elements.
+KernelTable FindChosenDecodeF16(const KernelProblem& problem);
+KernelTable FindChosenDecodeBf16(const KernelProblem& problem);
 
 struct DecodeChoice {
   bool cluster = false;      // the cluster kernel

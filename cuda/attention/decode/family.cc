@@ -7,6 +7,8 @@
 #include "cuda/attention/decode/workspace.h"
 #include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
+#include "cuda/attention/skip_counts.h"
+#include "cuda/choose_pages/choose.h"
 #include "plugins/core/base/integers.h"
 
 namespace stof {
@@ -22,6 +24,9 @@ KernelTable Find(const KernelProblem& problem) {
   }
   if (problem.dtype == DType::kF16) return FindDecodeF16(problem);
   return problem.dtype == DType::kBF16 ? FindDecodeBf16(problem) : FindDecodeF32(problem);
+}
+KernelTable FindChosen(const KernelProblem& problem) {
+  return problem.dtype == DType::kF16 ? FindChosenDecodeF16(problem) : FindChosenDecodeBf16(problem);
 }
 KernelTable FindPaged(const KernelProblem& problem) {
   if (problem.dtype == DType::kF16) return FindPagedDecodeF16(problem);
@@ -60,8 +65,13 @@ bool AreHeadsAlike(const AttentionJob& job) {
 int64_t CountTiles(const AttentionJob& job) {
   const AttentionShape& shape = job.args().shape;
   if (const CausalWindow* const window = job.args().mask.fixed.window()) {
-    return MostTiles(window->window_left, shape.S, shape.T, window->window_block) +
-           MostColumnTiles(ColumnsOf(job), shape.T);
+    const int64_t tiles = MostTiles(window->window_left, shape.S, shape.T, window->window_block);
+    if (ChoosesPages(job.args())) {
+      const PageChoice& choice = job.args().kv.choice;
+      const int64_t pages = ListColumns(choice.pages, CountPages(shape.T, choice.rows));
+      return std::min(tiles, CeilDiv(pages * choice.rows, kTileKeys));
+    }
+    return tiles + MostColumnTiles(ColumnsOf(job), shape.T);
   }
   const MaskEntry* const entry = job.mask_entry();
   return entry == nullptr ? CeilDiv(shape.T, kTileKeys) : entry->longest_row();
@@ -81,10 +91,12 @@ Status Plan(AttentionJob* job, AttentionPlan* plan) {
   const int64_t group = shape.H / shape.G, heads = AreHeadsAlike(*job) ? group : 1;
   KernelProblem problem = job->problem();
   problem.packed_queries = heads * shape.S;
-  const KernelTable kernels = args.kv.pages.given() ? FindPaged(problem) : Find(problem);
+  const KernelTable kernels = args.kv.pages.given() ? FindPaged(problem)
+                              : ChoosesPages(args)  ? FindChosen(problem)
+                                                    : Find(problem);
   const KernelEntry& split_kv = kernels[kSplitKv];
   const int64_t blocks = shape.B * shape.G * (group / heads) * CeilDiv(problem.packed_queries, split_kv.rows);
-  // No cluster kernel reads pages, or quantized keys and values.
+  // No cluster kernel reads pages, chosen or not, or quantized keys and values.
   const auto* const cluster = kernels.size() > kCluster ? &kernels[kCluster].code_as<DecodeCode>() : nullptr;
   int clusters[kClusterSizes] = {};
   if (job->device().capability >= 90 && cluster != nullptr) {
@@ -158,9 +170,56 @@ DecodeParams MakeParams(const AttentionJob& job, const AttentionPlan& plan) {
   return params;
 }
 
+ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decode) {
+  const AttentionParams& p = decode.attention;
+  const PageChoice& choice = job.args().kv.choice;
+  ChooseParams params;
+  params.B = p.B, params.H = p.H, params.G = p.G, params.S = p.S, params.T = p.T, params.D = p.D;
+  params.dtype = job.args().shape.dtype;
+  params.query = p.query, params.query_stride = p.query_stride;
+  params.scale = p.scale;
+  params.first_rows = decode.first_rows, params.is_invalid = decode.is_invalid;
+  params.window_left = decode.window_left;
+  params.bounds = choice.bounds;
+  params.bounds_stride_b = choice.stride_b, params.bounds_stride_g = choice.stride_g;
+  params.bounds_stride_page = choice.stride_page;
+  params.shift = PageShift(choice.rows);
+  params.pages = static_cast<int32_t>(CountPages(p.T, choice.rows));
+  params.chosen = static_cast<int32_t>(std::min<int64_t>(choice.pages, params.pages));
+  params.columns = static_cast<int32_t>(ListColumns(params.chosen, params.pages));
+  if (choice.lacks_new_bounds) {
+    params.key = p.key, params.key_stride = p.key_stride;
+    params.seqlens = decode.seqlens;
+  }
+  return params;
+}
+
+// Lists the pages that each KV head attends, and has the decode kernel read them.
+Status ChoosePages(AttentionJob* job, DecodeParams* params) {
+  ChooseParams choose = MakeChooseParams(*job, *params);
+  const ChooseWorkspace workspace(int64_t{choose.B} * choose.G, choose.pages, choose.columns);
+  auto* const memory = static_cast<char*>(job->GetWorkspace(0, 5, static_cast<size_t>(workspace.bytes)));
+  if (memory == nullptr) {
+    return Status::Error("no device memory for " + std::to_string(workspace.bytes) + " bytes of scores of pages");
+  }
+  choose.scores = reinterpret_cast<uint32_t*>(memory + workspace.scores);
+  choose.list = reinterpret_cast<int32_t*>(memory + workspace.list);
+  choose.left_out = reinterpret_cast<int32_t*>(memory + workspace.left_out);
+  STOF_RETURN_IF_ERROR(GetSkipCounts(&choose.counts));
+  STOF_RETURN_IF_ERROR(CheckLaunch(LaunchPageScores(choose, job->stream())));
+  STOF_RETURN_IF_ERROR(CheckLaunch(LaunchPageChoice(choose, job->stream())));
+  KeyPages& pages = params->pages;
+  pages.table = choose.list, pages.columns = choose.columns, pages.pages = choose.pages;
+  pages.shift = choose.shift, pages.stride = params->attention.key_stride.s << choose.shift;
+  params->left_out = choose.left_out;
+  params->seqlens = nullptr;  // the lists are what the previous kernel writes
+  return Status();
+}
+
 Status Run(AttentionJob* job, const AttentionPlan& plan) {
   STOF_RETURN_IF_ERROR(job->PreparePadding());
   DecodeParams params = MakeParams(*job, plan);
+  if (ChoosesPages(job->args())) STOF_RETURN_IF_ERROR(ChoosePages(job, &params));
   // The combine step finds fully masked rows; if they attend all keys, a second pass computes them.
   const bool has_second_pass = job->NeedsEmptyRowPass();
   STOF_RETURN_IF_ERROR(SetWorkspace(job, plan, has_second_pass, &params));

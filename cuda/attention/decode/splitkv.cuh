@@ -21,6 +21,7 @@
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/decode/column_list.cuh"
 #include "cuda/attention/decode/common.cuh"
+#include "cuda/attention/decode/load_once.cuh"
 #include "cuda/attention/decode/splitkv_shape.cuh"
 #include "cuda/attention/decode/warp_pages.cuh"
 #include "cuda/attention/sm80/shape.cuh"
@@ -36,7 +37,10 @@ enum class KeySource {
   kColumns,  // likewise, with key columns beside the key range (key_range.h)
   // Pages (DecodeParams::pages). A page holds 16 rows or more, those that a warp loads at once. Their page is looked up
   // a step ahead.
-  kPages
+  kPages,
+  // The pages of a cache that each KV head has chosen, with a table for each. Keys count as if those of the other pages
+  // did not exist; left_out_ many lie before the pages with new rows, all of which are chosen.
+  kChosenPages
 };
 
 template <int kHead, typename T, typename Stored, int kBlocks, KeySource kSource>
@@ -44,7 +48,8 @@ class Decode {
   using S = DecodeShape<kHead, T, Stored, kBlocks>;
   static constexpr bool kFloat = sizeof(T) == 4;
   static constexpr bool kQuantized = sizeof(Stored) == 1;
-  static constexpr bool kColumns = kSource == KeySource::kColumns, kPaged = kSource == KeySource::kPages;
+  static constexpr bool kColumns = kSource == KeySource::kColumns, kChosen = kSource == KeySource::kChosenPages;
+  static constexpr bool kPaged = kSource == KeySource::kPages || kChosen;
   static constexpr int kScores = S::kGroups;
 
  public:
@@ -74,14 +79,21 @@ class Decode {
     key_ = static_cast<const Stored*>(p_.key) + b_ * p_.key_stride.b + g * p_.key_stride.h;
     value_ = static_cast<const Stored*>(p_.value) + b_ * p_.value_stride.b + g * p_.value_stride.h;
     if (!CanReadAhead(params)) Wait();
-    if constexpr (kPaged) keys_ = max(0, min(p_.T, params.key_ends[b_]));
+    if constexpr (kChosen) {
+      table_ = b_ * p_.G + g;
+      left_out_ = ReadWord(params.left_out + table_);
+      keys_ = p_.T - left_out_;
+    } else if constexpr (kPaged) {
+      table_ = b_;
+      keys_ = max(0, min(p_.T, params.key_ends[b_]));
+    }
     const int tiles = (Keys() + kTileKeys - 1) / kTileKeys;
     pad_ = p_.pad_bits == nullptr || params.second_pass != 0 ? nullptr
                                                              : p_.pad_bits + static_cast<int64_t>(b_) * tiles * 2;
     masked_ = p_.has_mask != 0 && params.second_pass == 0;
     int begin = 0, end = tiles;
     if (HasRange()) {
-      full_ = MakeKeyRange(ReadFirstRow(params, b_), params.window_left, Keys()).first;
+      full_ = MakeKeyRange(ReadFirstRow(params, b_) - left_out_, params.window_left, Keys()).first;
       FindTiles(range(), p_.S, Keys(), &begin, &end);
       if constexpr (kColumns) columns_.Find(params.columns, g, &begin, &end);
     } else if (masked_) {
@@ -162,8 +174,9 @@ class Decode {
   // The number of keys of the sequence.
   __device__ __forceinline__ int Keys() const { return kPaged ? keys_ : p_.T; }
   __device__ __forceinline__ bool HasRange() const { return params_.first_rows != nullptr; }
+  // With chosen pages, a range of the keys that exist, which has no window: FromWindow is about that.
   __device__ __forceinline__ KeyRange range() const {
-    return {full_, params_.window_left, kColumns ? params_.window_block : 1};
+    return {full_, kChosen ? kNoWindow : params_.window_left, kColumns ? params_.window_block : 1};
   }
   __device__ bool HasEmptyRow() const {
     for (int i = 0; i < S::kRows; ++i) {
@@ -225,7 +238,12 @@ class Decode {
         if (key >= keys) continue;
         entry.pad = (1u << (keys - key)) - 1u;
       }
-      if constexpr (kPaged) entry.pages.Find(params_.pages, b_, entry.tile * kTileKeys + first_key_, keys_);
+      if constexpr (kPaged) {
+        entry.pages.template Find<kChosen>(params_.pages, table_, entry.tile * kTileKeys + first_key_, keys_);
+      }
+      if constexpr (kChosen) {
+        if (RowOfKey(entry, 0, first_key_) < full_ + left_out_ + p_.S - 1 - params_.window_left) entry.bits = 0;
+      }
       return entry;
     }
     entry.tile = -1;
@@ -235,6 +253,24 @@ class Decode {
   // Whether all keys of an entry, and what shares a memory sector with them, lie before the new ones.
   __device__ __forceinline__ bool IsBeforeNewKeys(const Entry& entry) const {
     return (kColumns && entry.tile >= kGathered) || !HasRange() || entry.tile * kTileKeys + kTileKeys < full_;
+  }
+
+  // The row of the cache that has the key at a place of a group of 16 keys.
+  __device__ __forceinline__ int RowOfKey(const Entry& entry, int group, int place) const {
+    const int key = entry.tile * kTileKeys + place;
+    if constexpr (kChosen) return entry.pages.RowOf(params_.pages, group, key);
+    return key;
+  }
+  // kChosenPages: which of the 32 keys around those of the warp are not before the window of a query.
+  __device__ __forceinline__ uint32_t FromWindow(const Entry& entry, int query) const {
+    uint32_t bits = ~0u;
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g) {
+      const int place = first_key_ + 16 * g;
+      const int before = full_ + left_out_ + query - params_.window_left - RowOfKey(entry, g, place);
+      if (before > 0) bits &= ~((before < 16 ? (1u << before) - 1u : 0xffffu) << place % 32);
+    }
+    return bits;
   }
 
   // The key at a place of an entry, whose bit of pad is set.
@@ -454,6 +490,7 @@ class Decode {
         for (int r = 0; r < 2; ++r) {
           uint32_t own = BitsOfKeys(range(), query_[n][r], key);
           if constexpr (kColumns) own |= columns & BitsUpToQuery(range(), query_[n][r], key);
+          if constexpr (kChosen) own &= FromWindow(entry, query_[n][r]);
           word[r] &= own;
         }
       } else if (entry.bits >= 0) {
@@ -469,8 +506,7 @@ class Decode {
           float& x = s[g][n][e];
           x = __fmul_rn(x, scale_);
           if (score_mod) {
-            x = ApplyScoreMod<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2],
-                                 entry.tile * kTileKeys + offset + e / 2 * 8);
+            x = ApplyScoreMod<T>(p_, x, b_, head_[n][e % 2], query_[n][e % 2], RowOfKey(entry, g, offset + e / 2 * 8));
           }
           if (mean) x = 0.0f;
           if ((word[e % 2] >> ((offset + e / 2 * 8) % 32) & 1u) == 0) x = -INFINITY;
@@ -583,7 +619,8 @@ class Decode {
   Shared& shared_;
   ColumnList columns_;
   int b_, head0_, block_, split_, warp_, lane_, next_, end_, first_key_;
-  int keys_ = 0;  // kPaged: of the sequence
+  int keys_ = 0;  // kPaged: of the sequence; kChosenPages: of all pages, without those left out
+  int table_ = 0, left_out_ = 0;
   int full_ = 0;  // where the entries of full tiles begin; with a key range its `first`, to save a register
   bool masked_, has_tiles_;
   float scale_;

@@ -83,6 +83,18 @@ KernelTable FindPagedDecode(const KernelProblem& problem) {
   return kPagedDecodeKernels<256, T, 1>;
 }
 
+// The table of the kernel for the pages that KV heads have chosen.
+template <int kHead, typename T, int kBlocks>
+constexpr KernelEntry kChosenDecodeKernels[] = {MakeSplitKvKernel<kHead, T, T, kBlocks, KeySource::kChosenPages>()};
+
+template <typename T>
+KernelTable FindChosenDecode(const KernelProblem& problem) {
+  const bool few = problem.packed_queries <= 8;
+  if (problem.head_size == 64) return few ? kChosenDecodeKernels<64, T, 1> : kChosenDecodeKernels<64, T, 2>;
+  if (problem.head_size == 128) return few ? kChosenDecodeKernels<128, T, 1> : kChosenDecodeKernels<128, T, 2>;
+  return KernelTable();
+}
+
 }  // namespace cuda
 }  // namespace stof
 #endif  // STOF_CUDA_ATTENTION_DECODE_SPLITKV_LAUNCH_CUH_

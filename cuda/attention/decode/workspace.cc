@@ -5,10 +5,23 @@
 
 #include "cuda/attention/decode/api.h"
 #include "cuda/attention/workspace_bounds.h"
+#include "cuda/choose_pages/choose.h"
 #include "plugins/core/base/integers.h"
 
 namespace stof {
 namespace cuda {
+
+namespace {
+
+// Scores and lists of pages, where some are chosen.
+int64_t BoundChoiceWorkspace(const AttentionArgs& args) {
+  const AttentionShape& shape = args.shape;
+  if (!args.kv.choice.given()) return 0;
+  const int64_t pages = CountPages(shape.T, args.kv.choice.rows);
+  return RoundUp(ChooseWorkspace(shape.B * shape.G, pages, ListColumns(args.kv.choice.pages, pages)).bytes, 64);
+}
+
+}  // namespace
 
 // Fewer splits where memory is short, at least one.
 int64_t BoundDecodeWorkspace(const AttentionArgs& args, const AttentionMask&) {
@@ -17,7 +30,7 @@ int64_t BoundDecodeWorkspace(const AttentionArgs& args, const AttentionMask&) {
   const int64_t rows = shape.B * shape.H * std::min<int64_t>(shape.S, kDecodeQueries);
   const int64_t splits = std::min<int64_t>(CeilDiv(shape.T, kTileKeys), kMostDecodeSplits);
   const int64_t least = DecodeWorkspace(rows, 1, shape.Dv).bytes;
-  return std::max(least, std::min(DecodeWorkspace(rows, splits, shape.Dv).bytes, kMost));
+  return std::max(least, std::min(DecodeWorkspace(rows, splits, shape.Dv).bytes, kMost)) + BoundChoiceWorkspace(args);
 }
 
 }  // namespace cuda

@@ -35,10 +35,13 @@ std::string TargetOf(const OpDescription& op, Target target) {
     }
     return Member(stof::TypeText(dtype), Object(limits));
   };
-  const std::string types = Member("types", Object(Join(op.TypesOn(target), limits_of)));
-  std::string members = types;
-  if (op.skips_scores != nullptr && op.skips_scores(target)) members += ", " + Member("skips_scores", "true");
-  if (op.chooses_blocks != nullptr && op.chooses_blocks(target)) members += ", " + Member("chooses_blocks", "true");
+  std::string members = Member("types", Object(Join(op.TypesOn(target), limits_of)));
+  const auto add_flag = [&](const char* name, bool (*has)(Target)) {
+    if (has != nullptr && has(target)) members += ", " + Member(name, "true");
+  };
+  add_flag("skips_scores", op.skips_scores);
+  add_flag("chooses_blocks", op.chooses_blocks);
+  add_flag("chooses_pages", op.chooses_pages);
   return Object(members);
 }
 

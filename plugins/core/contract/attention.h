@@ -19,6 +19,8 @@ struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h
 
 // ---- CPU ----
+// Keys of a tile where queries are few.
+constexpr int kFewQueriesTile = 64;
 struct CpuAttentionConfig {
   CpuIsa isa{};
   int m = 0;  // query rows of a tile
@@ -31,6 +33,10 @@ size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig
 // arbitrary.
 Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
                     const Parallel& parallel);
+// Fills the bounds of the scores of pages, scores [B, G, pages], in the spans [B, G] alone, by args.kv.choice. A bound
+// is NaN where an element of queries or of the pages' bounds is.
+void CpuScorePages(const AttentionArgs& args, const PageSpan* spans, int64_t pages, float* scores,
+                   const Parallel& parallel);
 
 // ---- CUDA ----
 struct AttentionBackend {
@@ -66,6 +72,8 @@ Status CheckCudaAttention(const AttentionArgs& args);
 bool IsLimitedToKeyRange(const AttentionArgs& args);
 // Whether AttentionBackend::run takes these keys and values in KvArgs::pages: few queries, aligned rows.
 bool CanReadPages(const AttentionArgs& args);
+// Whether AttentionBackend::run attends chosen pages alone (KvArgs::choice), and computes the bounds that these lack.
+bool ChoosesPages(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their
 // data is not read.

@@ -144,6 +144,22 @@ Status CheckPages(const AttentionArgs& args) {
   return Status();
 }
 
+Status CheckChoice(const AttentionArgs& args) {
+  const PageChoice& choice = args.kv.choice;
+  if (!choice.given()) return Status();
+  if (!AttentionLimits::IsPageRows(choice.rows) || choice.pages > AttentionLimits::kMostLength ||
+      choice.bounds == nullptr) {
+    return Status::Error("chosen pages have 16, 32, 64 or 128 rows, and bounds");
+  }
+  if (args.shape.S > kMostChoosingTokens || args.kv.pages.given() || args.kv.columns != nullptr ||
+      args.sequences.given() || args.shape.kv_dtype != DType::kUndefined || AttendsAllKeys(args.mask.empty_rows)) {
+    return Status::Error(
+        "pages are chosen by at most 16 queries, without a block table, gathered columns, packed sequences, quantized "
+        "keys and rows that attend all keys");
+  }
+  return Status();
+}
+
 Status CheckSequences(const AttentionArgs& args) {
   const PackedSequences& sequences = args.sequences;
   if (!sequences.given()) {
@@ -203,6 +219,7 @@ Status Check(const AttentionArgs& args) {
   STOF_RETURN_IF_ERROR(CheckWindow(args));
   STOF_RETURN_IF_ERROR(CheckColumns(args));
   STOF_RETURN_IF_ERROR(CheckPages(args));
+  STOF_RETURN_IF_ERROR(CheckChoice(args));
   STOF_RETURN_IF_ERROR(CheckSequences(args));
   return CheckRelative(args);
 }

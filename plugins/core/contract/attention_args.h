@@ -10,6 +10,7 @@
 #include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/kv_scale.h"
+#include "plugins/core/contract/page_choice.h"
 #include "plugins/core/contract/relative_table.h"
 #include "plugins/core/mask/block_mask.h"
 #include "plugins/core/mask/dynamic_mask.h"
@@ -174,6 +175,9 @@ struct KvArgs {
   // The CPU: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key and
   // value hold the other keys, and the masks are over all T. nullptr: none.
   const KeyColumns* columns = nullptr;
+  // Pages whose keys may be left out. On the CPU the mask leaves them out (plugins/core/mask/chosen_pages.h); kernels
+  // only see to it that memory does not depend on which ones these are.
+  PageChoice choice;
   // [B], devices: CausalWindow::first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of
   // the stream writes neither seqlens nor keys and values below first_rows: they may be read before it ends. nullptr:
   // it may write them.

@@ -10,6 +10,7 @@
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/head_transform.h"
 #include "plugins/core/contract/kv_scale.h"
+#include "plugins/core/contract/page_choice.h"
 
 namespace stof {
 
@@ -50,6 +51,9 @@ struct CacheAppendArgs {
   // Devices alone: value rows behind the new ones become zeros, below this row and within a KV tile. For attention that
   // multiplies values of masked keys by zero (not IsLimitedToKeyRange, contract/attention.h). 0: none.
   int64_t clear_end = 0;
+  // Of the keys of present, which the append step updates behind them. They go with no quantized and no sliding-window
+  // cache. Where seqlens is illegal, bounds of the sequence are undefined.
+  PageBounds page_bounds;
   HeadTransformArgs transform;  // of queries and of new keys, before they are appended
   // ---- results ----
   // [B, H, S, D], dense: transformed queries; nullptr: there is no transform.
@@ -73,12 +77,13 @@ STOF_ALWAYS_INLINE DType CacheType(const CacheAppendArgs& args) {
 int64_t CpuCacheStagingRows(const CacheAppendArgs& args);
 // Fills first_row alone, as CpuAppendToCache does. Of sequences with illegal seqlens it stays as it is.
 void CpuFindFirstRows(const CacheAppendArgs& args);
-// Checks seqlens and positions, and fills the caches, rotated_query and first_row. An error names the input and value.
+// Checks seqlens and positions, and fills the caches, rotated_query, first_row and page_bounds. An error names the
+// input and value.
 Status CpuAppendToCache(const CacheAppendArgs& args, const Parallel& parallel);
 
 // ---- CUDA ----
 struct CachedAttentionBackend {
-  // Queues one kernel on context.stream that does what CpuAppendToCache does.
+  // Queues kernels on context.stream that do what CpuAppendToCache does: one, or two with page_bounds.
   Status (*append)(const CacheAppendArgs& args, const RunContext& context) = nullptr;
 };
 

@@ -212,8 +212,8 @@ struct OpDescription {
   int optional_inputs = 0;
   // Outputs that every node has.
   int outputs = 1;
-  // Outputs that a node has where Op::OutputCount says so, of type optional_type whatever T is. shape_rule says nothing
-  // of those that the attributes do not ask for.
+  // Outputs that a node has where Op::OutputCount says so, of type optional_type whatever T is; kUndefined: of type T.
+  // shape_rule says nothing of those that the attributes do not ask for.
   int optional_outputs = 0;
   DType optional_type = DType::kUndefined;
   // Bit i: input or output i has T, or one of storage_types in its place, where it is given. All of them have one type.
@@ -242,6 +242,8 @@ struct OpDescription {
   bool (*skips_scores)(Target target) = nullptr;
   // Likewise key blocks by attribute block_threshold.
   bool (*chooses_blocks)(Target target) = nullptr;
+  // Whether kernels of a target choose pages by attribute chosen_pages; nullptr: none do.
+  bool (*chooses_pages)(Target target) = nullptr;
   // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
   std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
   // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown. nullptr: no
@@ -252,7 +254,7 @@ struct OpDescription {
   // The type of an output where T is `typed` and what is stored has type `storage`.
   constexpr DType OutputType(int index, DType typed, DType storage) const {
     if ((storage_outputs >> index & 1u) != 0) return storage;
-    return index < outputs ? typed : optional_type;
+    return index < outputs || optional_type == DType::kUndefined ? typed : optional_type;
   }
   constexpr DType OutputType(int index, DType typed) const { return OutputType(index, typed, typed); }
   // Whether the operator runs on a device, which runtimes without a CPU want.

@@ -18,14 +18,14 @@ Status NameInput(const NamedInputs& inputs, int index, const Status& status) {
 
 Tables MaskTables(const NamedInputs& inputs, int first) {
   Tables tables;
-  for (int i = first; i < inputs.count(); ++i) {
+  for (int i = first; i < EndOfTables(inputs, first); ++i) {
     if (inputs.Has(i)) tables.emplace_back(inputs.Name(i), inputs[i]);
   }
   return tables;
 }
 
 Status CheckTableData(const NamedInputs& inputs, int first) {
-  for (int i = first; i < inputs.count(); ++i) {
+  for (int i = first; i < EndOfTables(inputs, first); ++i) {
     if (!inputs.Has(i) || inputs[i].data != nullptr) continue;
     return Status::Error(inputs.Name(i) + " has no data: only a run knows what the mask allows");
   }

@@ -4,6 +4,7 @@
 #ifndef STOF_PLUGINS_CORE_OPS_KV_ATTENTION_H_
 #define STOF_PLUGINS_CORE_OPS_KV_ATTENTION_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -18,11 +19,17 @@
 
 namespace stof {
 
-// The tables of a mask that are given, from input `first` on, with the inputs' names.
+// The tables of a mask that are given, from input `first` on, with the inputs' names. Masks have at most
+// cached_input::kMostTables.
 Tables MaskTables(const NamedInputs& inputs, int first);
 
 // An error where a table of a mask has no data, by which plans of runs see what the mask allows.
 Status CheckTableData(const NamedInputs& inputs, int first);
+
+// Where the tables from input `first` on end.
+inline int EndOfTables(const NamedInputs& inputs, int first) {
+  return std::min(inputs.count(), first + cached_input::kMostTables);
+}
 
 // Makes the mask of a node by make(mask), which reads tables from input `first` on. Where one of them is absent, it is
 // no constant: *mask stays nullptr, errors of `make` count for nothing, and each run makes the mask.
@@ -30,7 +37,7 @@ template <typename Make>
 Status BindMask(const NamedInputs& inputs, int first, const Make& make, std::shared_ptr<const CachedMask>* mask) {
   const Status status = make(mask);
   if (status.ok()) return status;
-  for (int i = first; i < inputs.count(); ++i) {
+  for (int i = first; i < EndOfTables(inputs, first); ++i) {
     if (!inputs.Has(i)) return Status();
   }
   return status;

@@ -14,8 +14,10 @@
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/core/mask/cached_mask.h"
 #include "plugins/core/ops/attention.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/cached_attention/columns.h"
 #include "plugins/core/ops/cached_attention/new_tokens.h"
+#include "plugins/core/ops/cached_attention/page_bounds.h"
 #include "plugins/core/ops/kv_attention.h"
 #include "plugins/core/ops/named_inputs.h"
 
@@ -27,6 +29,7 @@ using Limits = AttentionLimits;
 
 constexpr KvResults kResults = {{"output", "present_key", "present_value"}, kCachedNames, in::kPastKey};
 constexpr int kOutputs = KvResults::kCount;
+constexpr int kPresentBounds = kOutputs;  // the result behind these, which nodes that choose pages have
 
 using Inputs = NamedInputs;
 constexpr TokenInputs kTokenInputs = {in::kQuery, in::kKey,       in::kValue,  in::kCos,
@@ -56,7 +59,7 @@ class CachedAttentionOp final : public Op {
              const RunContext& context) const override;
   Status PlanHost(const Tensor* inputs, int input_count, int threads, size_t* workspace) const override;
   int InputCount() const override { return in::kTotal + 1; }
-  int OutputCount() const override { return kOutputs; }
+  int OutputCount() const override { return attributes_.chosen_pages > 0 ? kPresentBounds + 1 : kOutputs; }
 
  private:
   // Checks every input, and fills sizes, strides and addresses.
@@ -71,11 +74,14 @@ class CachedAttentionOp final : public Op {
   struct HostRun {
     HostMask mask;
     AttentionArgs args;
+    HostChoice choice;
     CpuAttentionConfig config;
     void* workspace = nullptr;
   };
-  // first_row of the append step is filled. B and S are at least 1. *run must stay where it is.
-  Status PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step, HostRun* run) const;
+  // first_row of the append step is filled. B and S are at least 1. *run must stay where it is. is_plan: its memory is
+  // counted alone.
+  Status PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step, bool is_plan,
+                      HostRun* run) const;
   Status RunOnCpu(const CachedMask& mask, const RunContext& context, Step* step) const;
   Status RunOnCuda(const CachedMask& mask, const RunContext& context, Step* step) const;
 
@@ -144,7 +150,8 @@ Status CachedAttentionOp::BindCache(const Inputs& inputs, Step* step) const {
   }
   a.capacity = a.sliding_window > 0 ? a.past_capacity : std::max(a.past_capacity, step->total);
   const auto given = [&inputs](int i) { return inputs.Has(i) ? &inputs[i] : nullptr; };
-  return BindScales(given(in::kKeyScale), given(in::kValueScale), &a);
+  STOF_RETURN_IF_ERROR(BindScales(given(in::kKeyScale), given(in::kValueScale), &a));
+  return BindPageBounds(inputs, attributes_, &a);
 }
 
 Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
@@ -165,14 +172,17 @@ Status CachedAttentionOp::Bind(const Inputs& inputs, Step* step) const {
 }
 
 Status CachedAttentionOp::BindOutputs(const Inputs& inputs, int output_count, Step* step, Tensor* outputs) const {
-  if (output_count != kOutputs) {
-    return Status::Error("has " + std::to_string(output_count) +
-                         " outputs, expected output, present_key and present_value");
+  if (output_count != OutputCount()) {
+    return Status::Error("has " + std::to_string(output_count) + " outputs, expected output, present_key" +
+                         (attributes_.chosen_pages > 0
+                              ? ", present_value and present_page_bounds, as attribute chosen_pages is given"
+                              : " and present_value"));
   }
   STOF_RETURN_IF_ERROR(Bind(inputs, step));
   const CacheAppendArgs& a = step->append;
   outputs[0] = TensorOfShape(a.dtype, {a.B, a.S, a.H * a.D});
   outputs[1] = outputs[2] = TensorOfShape(CacheType(a), {a.B, a.G, a.capacity, a.D});
+  if (a.page_bounds.given()) outputs[kPresentBounds] = PresentBoundsOf(a);
   return Status();
 }
 
@@ -231,7 +241,7 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
                               const RunContext& context) const {
   const Inputs all(inputs, input_count, in::kNames);
   Step step;
-  Tensor expected[kOutputs];
+  Tensor expected[kPresentBounds + 1];
   STOF_RETURN_IF_ERROR(BindOutputs(all, output_count, &step, expected));
   STOF_RETURN_IF_ERROR(CheckResults(kResults, outputs, expected));
   std::shared_ptr<const CachedMask> mask = mask_;
@@ -239,6 +249,14 @@ Status CachedAttentionOp::Run(const Tensor* inputs, int input_count, const Tenso
   if (expected[0].Elements() == 0 && expected[1].Elements() == 0) return Status();
   STOF_RETURN_IF_ERROR(CheckBuffers(kResults, all, outputs));
   CacheAppendArgs& a = step.append;
+  if (a.page_bounds.given()) {
+    STOF_RETURN_IF_ERROR(BindPresentBounds(all, outputs[kPresentBounds], &a));
+    const Target target = context.on_cuda ? Target::kCuda : Target::kCpu;
+    if (!Limits::ChoosesPages(target)) {
+      return UnexpectedAttribute("chosen_pages", attributes_.chosen_pages,
+                                 std::string("0: no pages are chosen on ") + kTargetNames[static_cast<int>(target)]);
+    }
+  }
   if (a.past_key != nullptr && a.past_key == outputs[1].data && a.capacity > a.past_capacity) {
     return Status::Error("total_sequence_length is " + std::to_string(step.total) +
                          ", expected at most the capacity of past_key, " + std::to_string(a.past_capacity) +
@@ -282,13 +300,13 @@ Status CachedAttentionOp::RunOnCpu(const CachedMask& mask, const RunContext& con
   STOF_RETURN_IF_ERROR(CpuAppendToCache(a, context.parallel));
   if (a.B == 0 || a.S == 0) return Status();
   HostRun run;
-  STOF_RETURN_IF_ERROR(PrepareOnCpu(mask, context, *step, &run));
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(mask, context, *step, false, &run));
   STOF_RETURN_IF_ERROR(CpuAttention(run.args, run.config, run.workspace, context.parallel));
   return run.mask.mask->status();
 }
 
 Status CachedAttentionOp::PrepareOnCpu(const CachedMask& mask, const RunContext& context, const Step& step,
-                                       HostRun* run) const {
+                                       bool is_plan, HostRun* run) const {
   const CacheAppendArgs& a = step.append;
   std::vector<int32_t> ends(static_cast<size_t>(a.B));
   for (int64_t b = 0; b < a.B; ++b) {
@@ -297,11 +315,15 @@ Status CachedAttentionOp::PrepareOnCpu(const CachedMask& mask, const RunContext&
     ends[static_cast<size_t>(b)] = static_cast<int32_t>(a.first_row[b] + tokens);
   }
   HostMask& bound = run->mask;
-  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, step.scores.bias.data != nullptr, std::move(ends), &bound));
+  const PageChoice choice = ChoiceOf(a, attributes_.chosen_pages);
+  const bool may_leave_out = MayLeaveOut(a, choice, ends.data());
+  const bool can_gather = step.scores.bias.data == nullptr && !may_leave_out;
+  STOF_RETURN_IF_ERROR(BindMaskOnCpu(mask, a, can_gather, std::move(ends), &bound));
   run->args = AttentionOf(step, bound.keys);
   run->args.mask.fixed = StaticMask::OfElements(bound.mask->view());
   run->args.kv.key_ends = bound.ends.data();
   run->args.kv.columns = bound.columns;
+  if (may_leave_out) STOF_RETURN_IF_ERROR(ChooseOnCpu(a, choice, is_plan, context, &run->args, &run->choice));
   const int threads = std::max(1, context.parallel.threads);
   run->config = ChooseCpuAttention(run->args, threads);
   return context.Allocate(CpuAttentionWorkspace(run->args, run->config, threads), &run->workspace);
@@ -333,7 +355,7 @@ Status CachedAttentionOp::PlanHost(const Tensor* inputs, int input_count, int th
   std::vector<int32_t> seqlens(static_cast<size_t>(a.B), static_cast<int32_t>(step.total - 1));
   if (a.seqlens == nullptr) a.seqlens = seqlens.data();
   STOF_RETURN_IF_ERROR(CheckLengths(a, step.total));
-  a.present_key = a.present_value = step.output = UnreadData();
+  a.present_key = a.present_value = step.output = a.page_bounds.present = UnreadData();
   step.scores = ScoresOf(attributes_, a.D);
   const AttentionShape shape = {a.B, a.H, a.G, a.S, step.total, a.D, a.D, a.dtype};
   STOF_RETURN_IF_ERROR(BindBias(all, in::kBias, shape, &step.scores));
@@ -345,7 +367,7 @@ Status CachedAttentionOp::PlanHost(const Tensor* inputs, int input_count, int th
   a.first_row = first_rows.data();
   CpuFindFirstRows(a);
   HostRun run;
-  STOF_RETURN_IF_ERROR(PrepareOnCpu(*mask, context, step, &run));
+  STOF_RETURN_IF_ERROR(PrepareOnCpu(*mask, context, step, true, &run));
   *workspace = counter.bytes();
   return Status();
 }
@@ -358,6 +380,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   const int64_t rows = a.staging_capacity > 0 ? a.staging_capacity : a.capacity;
   AttentionArgs args = AttentionOf(*step, a.sliding_window > 0 ? std::min(step->total, rows) : step->total);
   args.kv.is_invalid = a.is_invalid;
+  args.kv.choice = ChoiceOf(a, attributes_.chosen_pages);
   std::shared_ptr<const ColumnSource::Gathered> columns;
   STOF_RETURN_IF_ERROR(BindWindow(mask, a, backend->attention, own, &args, &columns));
   // Where past and present are one buffer of all positions, the append step writes new rows alone.
@@ -367,6 +390,11 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(args)) a.clear_end = args.shape.T;
+  if (ChoosesPages(args) && a.page_bounds.past_pages > 0 && a.page_bounds.past == a.page_bounds.present) {
+    // One kernel less: attention computes the bounds of pages with new rows while it scores the others.
+    args.kv.choice.lacks_new_bounds = true;
+    a.page_bounds = PageBounds();
+  }
   STOF_RETURN_IF_ERROR(backend->cached_attention.append(a, context));
   if (a.B == 0 || a.S == 0) return Status();
   // The mask of a first prompt is constant: its block mask is made once, and kernels with a tile schedule take it.
@@ -396,6 +424,7 @@ const OpDescription* CachedAttentionDescription() {
       {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
       {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
+      {"chosen_pages", AttributeType::kInt},      {"page_rows", AttributeType::kInt},
       {"block_threshold", AttributeType::kFloat}};
   static constexpr OpDescription description = [] {
     OpDescription d;
@@ -403,6 +432,7 @@ const OpDescription* CachedAttentionDescription() {
     d.typed_inputs = 1;
     d.optional_inputs = in::kCount - 1;
     d.outputs = kOutputs;
+    d.optional_outputs = 1;
     d.types = Limits::kTypes;
     d.cuda_types = Limits::kTypes;
     d.storage_inputs = uint64_t{3} << in::kPastKey;
@@ -412,8 +442,9 @@ const OpDescription* CachedAttentionDescription() {
     d.has_tensorrt_plugin = false;
     d.attributes = kAttributes;
     d.limits = ListLimits;
-    d.skips_scores = AttentionLimits::SkipsScores;
-    d.chooses_blocks = AttentionLimits::ChoosesBlocks;
+    d.skips_scores = Limits::SkipsScores;
+    d.chooses_blocks = Limits::ChoosesBlocks;
+    d.chooses_pages = Limits::ChoosesPages;
     d.create = CreateCachedAttention;
     return d;
   }();

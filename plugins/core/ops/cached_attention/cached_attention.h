@@ -11,13 +11,14 @@
 
 namespace stof {
 
-// The inputs by index: those of GroupQueryAttention, and the tables of the mask.
+// The inputs by index: those of GroupQueryAttention, the tables of the mask, and the bounds of pages.
 namespace cached_input {
 constexpr int kQuery = 0, kKey = 1, kValue = 2, kPastKey = 3, kPastValue = 4, kSeqlens = 5, kTotal = 6, kCos = 7,
               kSin = 8, kPositions = 9, kBias = 10, kSink = 11, kKeyScale = 12, kValueScale = 13, kQueryNorm = 14,
               kKeyNorm = 15, kQuerySeqlens = 16, kTables = 17;
 constexpr int kMostTables = 4;
-constexpr int kCount = kTables + kMostTables;
+constexpr int kPageBounds = kTables + kMostTables;
+constexpr int kCount = kPageBounds + 1;
 constexpr const char* kNames[kCount] = {"query",
                                         "key",
                                         "value",
@@ -38,7 +39,8 @@ constexpr const char* kNames[kCount] = {"query",
                                         "table0",
                                         "table1",
                                         "table2",
-                                        "table3"};
+                                        "table3",
+                                        "past_page_bounds"};
 }  // namespace cached_input
 
 struct CachedAttentionAttributes {
@@ -53,6 +55,8 @@ struct CachedAttentionAttributes {
   bool is_interleaved = false;
   float epsilon = 1e-6f;
   int64_t sliding_window = 0;  // of a sliding-window cache; 0: the cache holds all positions
+  int64_t chosen_pages = 0;    // of each KV head; 0: all keys are attended, and there are no bounds
+  int64_t page_rows = 64;
   std::string kernel;
 };
 Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAttributes* parsed);
@@ -63,6 +67,8 @@ struct CacheNames {
   const char* present[2];
 };
 inline constexpr CacheNames kCachedNames = {{"past_key", "past_value"}, {"present_key", "present_value"}};
+// Whether the memory of two tensors overlaps.
+bool Overlap(const Tensor& first, const Tensor& second);
 // Past and present may be one buffer, of keys and of values alike; any other overlap would lose rows. Each array is the
 // tensor of keys, then that of values; past may be nullptr.
 Status CheckCacheBuffers(const Tensor* past, const Tensor* present, const CacheNames& names);

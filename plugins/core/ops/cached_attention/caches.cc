@@ -7,7 +7,6 @@
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 
 namespace stof {
-namespace {
 
 bool Overlap(const Tensor& first, const Tensor& second) {
   const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data); };
@@ -15,6 +14,8 @@ bool Overlap(const Tensor& first, const Tensor& second) {
   if (bytes(first) == 0 || bytes(second) == 0) return false;
   return begin(first) < begin(second) + bytes(second) && begin(second) < begin(first) + bytes(first);
 }
+
+namespace {
 
 // [G * D], [G, D], [G, 1, D] or [1, G, 1, D].
 bool IsPerChannel(const Tensor& scale, int64_t G, int64_t D) {

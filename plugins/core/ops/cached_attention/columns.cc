@@ -19,7 +19,7 @@ int64_t ColumnLength(const CachedMask& mask, const CacheAppendArgs& append, int6
 
 }  // namespace
 
-Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool has_bias, std::vector<int32_t> ends,
+Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool can_gather, std::vector<int32_t> ends,
                      HostMask* bound) {
   bound->keys = *std::max_element(ends.begin(), ends.end());
   bound->ends = std::move(ends);
@@ -34,7 +34,7 @@ Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool
   if (mask.columns == nullptr) return bind(mask.expr, nullptr, nullptr);
   gathered = mask.columns->Get(append.H, append.G, ColumnLength(mask, append, bound->keys), -1);
   const KeyColumns* columns = gathered->columns.get();
-  if (gathered->mask != nullptr && !has_bias) {
+  if (gathered->mask != nullptr && can_gather) {
     const auto packed = static_cast<int32_t>(columns->packed());
     const auto lengthen = [bound](int32_t by) {
       bound->keys += by;

@@ -21,9 +21,9 @@ struct HostMask {
   const KeyColumns* columns = nullptr;  // those in front of the keys, which the kernel gathers; nullptr: none
   std::unique_ptr<BoundCachedMask> mask;
 };
-// ends: [B], the numbers of keys. Where gathering the key columns pays, the key axis begins with them; it does not
-// beside a bias of pairs.
-Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool has_bias, std::vector<int32_t> ends,
+// ends: [B], the numbers of keys. Where gathering the key columns pays, the key axis begins with them. can_gather: not
+// beside a bias of pairs, nor where pages are chosen, which would then lie elsewhere.
+Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool can_gather, std::vector<int32_t> ends,
                      HostMask* bound);
 
 // Has attention on a device read a causal window, where the mask is one, or one beside its key columns, where that

@@ -18,6 +18,8 @@ Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAt
   attributes.Int("num_heads", &a.num_heads);
   attributes.Int("kv_num_heads", &a.kv_num_heads);
   attributes.Int("sliding_window_cache", &a.sliding_window);
+  attributes.Int("chosen_pages", &a.chosen_pages);
+  attributes.Int("page_rows", &a.page_rows);
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "do_rotary", &a.do_rotary));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "rotary_interleaved", &a.is_interleaved));
   STOF_RETURN_IF_ERROR(ParseSkipThreshold(attributes, &a.skip_threshold));
@@ -45,6 +47,16 @@ Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAt
   }
   if (a.sliding_window < 0 || a.sliding_window > AttentionLimits::kMostLength) {
     return UnexpectedAttribute("sliding_window_cache", a.sliding_window, "0 or a window of up to 2^22");
+  }
+  if (!AttentionLimits::IsChosenPages(a.chosen_pages)) {
+    return UnexpectedAttribute("chosen_pages", a.chosen_pages, "0 to 4194304");
+  }
+  if (!AttentionLimits::IsPageRows(a.page_rows)) {
+    return UnexpectedAttribute("page_rows", a.page_rows, "16, 32, 64 or 128");
+  }
+  if (a.chosen_pages > 0 && a.sliding_window > 0) {
+    return UnexpectedAttribute("chosen_pages", a.chosen_pages,
+                               "0 beside sliding_window_cache, whose rows move from page to page");
   }
   return Status();
 }

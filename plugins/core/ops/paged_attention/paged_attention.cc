@@ -46,6 +46,9 @@ Status ParsePagedAttention(const AttributeReader& attributes, PagedAttributes* p
   if (parsed->common.sliding_window != 0) {
     return Status::Error("attribute sliding_window_cache is given, expected none: the block table makes a ring");
   }
+  if (parsed->common.chosen_pages != 0) {
+    return UnexpectedAttribute("chosen_pages", parsed->common.chosen_pages, "0: only StofCachedAttention has it");
+  }
   if (parsed->rotary_offset < 0 || parsed->rotary_offset % 8 != 0 || parsed->rotary_offset > Limits::kLargestHeadSize) {
     return UnexpectedAttribute("rotary_offset", parsed->rotary_offset, "a multiple of 8 below the head size");
   }
