@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from stof import cli
 from stof.graph.index import DOMAIN, all_nodes
 from stof.runtime.library import library_path
 from stof.runtime.skip_counts import SkipCounts
-from stof.skip_scores import apply, layers, runs
+from stof.thresholds import apply, layers, runs
 
 LENGTH = 1100  # tokens, as many as calibration asks for
 
@@ -26,7 +25,7 @@ LENGTH = 1100  # tokens, as many as calibration asks for
 def simulate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of the library that state that CPU and CUDA kernels skip."""
     for module in (layers, apply):
-        monkeypatch.setattr(module, "skips_scores", lambda op, target: target != "tensorrt")
+        monkeypatch.setattr(module, "leaves_out", lambda op, target, kind: target != "tensorrt")
 
 
 def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +33,7 @@ def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_limits(monkeypatch)
     last = [1.0]  # the largest threshold of the last model
 
-    def put(model: onnx.ModelProto, thresholds: Mapping[str, float]) -> onnx.ModelProto:
+    def put(model: onnx.ModelProto, thresholds: layers.Thresholds) -> onnx.ModelProto:
         copy = layers.put_thresholds(model, thresholds)
         last[0] = max([c for c in thresholds.values() if c > 0], default=last[0])
         for node in all_nodes(copy.graph.node):

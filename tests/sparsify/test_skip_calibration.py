@@ -4,15 +4,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 
-from stof.skip_scores.calibrate import RUNS_OF_LAYER, RUNS_TOGETHER, Trial, calibrate
-from stof.skip_scores.cosines import CosineMeter, row_cosines
+from stof.arguments.threshold_kinds import SKIP_SCORES
+from stof.thresholds.calibrate import Calibration, Trial, most_runs_alone
+from stof.thresholds.calibrate import calibrate as calibrate_ladders
+from stof.thresholds.cosines import CosineMeter, row_cosines
 
 LADDER = [2.0**i for i in range(-6, 15)]
+RUNS_OF_LAYER = most_runs_alone(SKIP_SCORES.ladder)
+RUNS_TOGETHER = len(LADDER) + 1
+
+
+def calibrate(
+    layers: Sequence[str],
+    run: Callable[[str, float], Trial],
+    loss: Callable[[Mapping[str, float]], float],
+    allowed: float,
+) -> Calibration[str]:
+    """With the thresholds of skip by score."""
+    assert list(SKIP_SCORES.ladder) == LADDER
+    return calibrate_ladders(dict.fromkeys(layers, LADDER), run, loss, allowed)
 
 
 class Model:

@@ -20,8 +20,9 @@ from onnx import helper, numpy_helper
 from skip_runs import run, thresholds_of
 
 import stof
-from stof.runtime.skip_counts import skips_scores
-from stof.skip_scores.layers import put_thresholds
+from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdSite
+from stof.runtime.skip_counts import leaves_out
+from stof.thresholds.layers import put_thresholds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models" / "trained"))
 from retrieval_models import build_model
@@ -33,7 +34,7 @@ NAMES = ("prompts", "documents")
 DRAW = {"prompts": draw_prompts, "documents": draw_documents}
 LARGEST = 4194304.0  # threshold that the option takes
 REAL = pytest.mark.skipif(
-    not skips_scores("StofAttention", "cpu"), reason="the library's CPU kernels do not skip by score"
+    not leaves_out("StofAttention", "cpu"), reason="the library's CPU kernels do not skip by score"
 )
 
 
@@ -204,7 +205,7 @@ def test_a_threshold_that_loses_votes_is_refused(tmp_path: Path, capsys: pytest.
     dense = tmp_path / "dense.onnx"
     stof.optimize(path, dense, verify=False)
     exact, _ = evaluate(dense, "documents", texts)
-    layers = [n.name for n in onnx.load(dense).graph.node if n.op_type == "StofAttention"]
+    layers = [ThresholdSite(SKIP_SCORES, n.name) for n in onnx.load(dense).graph.node if n.op_type == "StofAttention"]
     broken, _ = evaluate(put_thresholds(onnx.load(dense), dict.fromkeys(layers, LARGEST)), "documents", texts)
     assert broken <= exact - 0.15
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skip by score: how much attention left out in this process."""
+"""How much attention left out in this process, by skip by score and choose blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
 from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 
 
 @dataclass(frozen=True)
 class SkipCounts:
-    """Pairs of queries and keys of nodes with ``skip_threshold``: rows times keys of each group of rows and key tile.
+    """Pairs of queries and keys of nodes with a threshold: rows times keys of each group of rows and key tile or block.
 
     Attributes:
-        scored: pairs whose scores were computed.
-        skipped: those among them that were left out after it.
+        scored: pairs that the masks leave.
+        skipped: those among them that were left out: before their scores were computed, by choose blocks, or after it.
     """
 
     scored: int
@@ -25,12 +26,12 @@ class SkipCounts:
 
     @property
     def share(self) -> float:
-        """The share of the scored pairs that was left out, 0 to 1; 0 where there were none."""
+        """The share of these pairs that was left out, 0 to 1; 0 where there were none."""
         return self.skipped / self.scored if self.scored else 0.0
 
 
 def skip_counts() -> SkipCounts:
-    """What nodes with ``skip_threshold`` did in this process since it began, or since ``reset_skip_counts``.
+    """What nodes with a threshold did in this process since it began, or since ``reset_skip_counts``.
 
     All sessions of the process count together. Waits for the CUDA devices that such a node ran on.
 
@@ -51,14 +52,14 @@ def reset_skip_counts() -> None:
     _function("stof_reset_skip_counts")()
 
 
-def skips_scores(op: str, target: str) -> bool:
-    """Whether kernels of an attention operator read ``skip_threshold`` on a target of ``--target``.
+def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
+    """Whether kernels of an attention operator read the threshold of a kind on a target of ``--target``.
 
     Raises:
         LibraryError: without a library, and for one that does not state its limits.
     """
     limits = op_limits().get(op, {}).get("targets", {}).get(target, {})
-    return bool(limits.get("skips_scores", False))
+    return bool(limits.get(kind.limit, False))
 
 
 def _function(name: str) -> Callable[..., None]:
