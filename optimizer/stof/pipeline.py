@@ -13,14 +13,6 @@ from pathlib import Path
 
 from stof import progress
 from stof.arguments.threshold_kinds import ThresholdKind
-from stof.changed_outputs import (
-    declare_sparsity,
-    mark_written,
-    measure_loss_on_prompts,
-    put_thresholds,
-    report_thresholds,
-    stated_thresholds,
-)
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
@@ -50,6 +42,14 @@ from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, find_model_inputs, rewrite
 from stof.target_support import missing_for
 from stof.terminal import say
+from stof.thresholds.changed_outputs import (
+    declare_sparsity,
+    mark_written,
+    measure_loss_on_prompts,
+    put_thresholds,
+    report_thresholds,
+    stated_thresholds,
+)
 from stof.tuning_cache import cache_path
 from stof.verify_stages import find_padded_batches, verify_stages
 

@@ -77,6 +77,11 @@ def test_a_layer_skips_and_chooses() -> None:
     assert len(spec.clauses) == 1
 
 
+def clauses_of_four_layers(spec: str) -> list[tuple[ThresholdClause | None, ...]]:
+    parsed = parse_spec(spec)
+    return [parsed.threshold_clauses_of_layers(kind, 4) for kind in KINDS]
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -108,9 +113,7 @@ def test_a_layer_skips_and_chooses() -> None:
 )
 def test_faults_name_clause_key_and_value(spec: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        parsed = parse_spec(spec)
-        for kind in KINDS:
-            parsed.threshold_clauses_of_layers(kind, 4)
+        clauses_of_four_layers(spec)
 
 
 def test_a_file_may_have_the_name_of_a_clause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
