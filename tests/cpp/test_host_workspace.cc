@@ -193,11 +193,34 @@ TEST(WorkspaceOfSparseMlps) {
 }
 
 // One step of StofCachedAttention. lengths: keys of each sequence; plans see them or take the longest.
+TEST(WorkspaceOfChosenBlocks) {
+  for (const char* const mask : {"", "k <= q", "q - k < 300 and k <= q", "pad[b, k]", "k < lengths[b]"}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const int64_t S : {100, 128, 400, 1500}) {
+        const std::string text = mask, role = text == "pad[b, k]" ? "pad" : "lengths";
+        Node node("StofAttention");
+        node.attributes.strings["mask"] = mask;
+        node.attributes.floats["block_threshold"] = 0.1f;
+        node.AddInput(dtype, {2, 4, S, 32});
+        for (int i = 0; i < 2; ++i) node.AddInput(dtype, {2, 2, 1500, 32});
+        if (text.find('[') != std::string::npos) {
+          node.attributes.strings["operands"] = role;
+          role == "pad" ? node.AddIntegers({2, 1500}, std::vector<int32_t>(3000, 1))
+                        : node.AddIntegers({2}, {900, 1500});
+        }
+        node.Check(Text(mask, ", S = ", S));
+        CHECK(node.total() > 0);
+      }
+    }
+  }
+}
+
 struct CachedCase {
   const char* mask;
   int64_t S, past, window;
   std::vector<int32_t> lengths;
   bool are_lengths_known;
+  float block_threshold = 0;
 };
 
 TEST(WorkspaceOfCachedAttention) {
@@ -212,12 +235,17 @@ TEST(WorkspaceOfCachedAttention) {
            {"q - k < 8 or k % 64 == 0", 1, 3000, 0, {3001}, false},  // key columns are gathered
            {"", 1, 3000, 0, {17, 2900}, true},                       // lengths differ
            {"q - k < 40", 40, 500, 0, {100, 540}, true},
+           {"", 300, 700, 0, {1000, 1000}, false, 0.1f},  // blocks are chosen
+           {"q - k < 400", 200, 700, 0, {900, 900}, false, 0.1f},
+           {"", 200, 0, 0, {200, 200}, false, 0.1f},
+           {"", 130, 700, 0, {830, 400}, true, 0.1f},
        }) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
       for (const bool has_norm : {false, true}) {
         const auto B = static_cast<int64_t>(c.lengths.size());
         Node node("StofCachedAttention");
         node.attributes.strings["mask"] = c.mask;
+        node.attributes.floats["block_threshold"] = c.block_threshold;
         node.attributes.ints = {{"num_heads", H}, {"kv_num_heads", G}, {"sliding_window_cache", c.window}};
         node.AddInput(dtype, {B, c.S, H * D});
         for (int i = 0; i < 2; ++i) node.AddInput(dtype, {B, c.S, G * D});

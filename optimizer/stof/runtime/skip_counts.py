@@ -14,11 +14,11 @@ from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 
 @dataclass(frozen=True)
 class SkipCounts:
-    """Pairs of queries and keys of nodes with a threshold: rows times keys of each group of rows and key tile or block.
+    """Pairs of queries and keys of nodes with ``skip_threshold`` or ``block_threshold``: rows times keys of each tile.
 
     Attributes:
-        scored: pairs that the masks leave.
-        skipped: those among them that were left out: before their scores were computed, by choose blocks, or after it.
+        scored: pairs that a threshold decided about.
+        skipped: those among them that were left out.
     """
 
     scored: int
@@ -31,7 +31,9 @@ class SkipCounts:
 
 
 def skip_counts() -> SkipCounts:
-    """What nodes with a threshold did in this process since it began, or since ``reset_skip_counts``.
+    """What nodes with ``skip_threshold`` or ``block_threshold`` did in this process.
+
+    It counts since the process began, or since ``reset_skip_counts``.
 
     All sessions of the process count together. Waits for the CUDA devices that such a node ran on.
 

@@ -31,8 +31,8 @@ constexpr VariableDescription kTable[] = {
         .Integer(0, int64_t{1} << 30)
         .Unset("0"),
     VariableDescription(Variable::kSkipScores, "STOF_SKIP_SCORES",
-                        "`0`: attention computes every key tile, whatever `skip_threshold` says "
-                        "([skip by score](operators.md#skip-by-score))")
+                        "`0`: attention computes every key tile, whatever `skip_threshold` and `block_threshold` say "
+                        "([skip by score](operators.md#skip-by-score), [choose blocks](operators.md#choose-blocks))")
         .Words("0 1")
         .Unset("`1`"),
     VariableDescription(Variable::kChainCache, "STOF_CHAIN_CACHE", "the folder of compiled chains; `off` for none")

@@ -433,6 +433,21 @@ void Lse::Compare(const Case& c, const Answer& answer, const std::string& where)
   }
 }
 
+void ExceptRows(const std::vector<uint8_t>& is_uncertain, const Case& c, Strided* output, const Lse& lse,
+                Answer* answer) {
+  output->ForEach([&](const char* at, size_t i) {
+    const double got = LoadFloat(c.dtype, at);
+    if (is_uncertain[i / static_cast<size_t>(c.Dv)] != 0 && !std::isnan(answer->output[i])) answer->output[i] = got;
+  });
+  for (size_t row = 0; row < answer->lse.size(); ++row) {
+    const auto at = static_cast<int64_t>(row) / c.S / c.H * lse.stride_b +
+                    static_cast<int64_t>(row) / c.S % c.H * lse.stride_h + static_cast<int64_t>(row) % c.S;
+    if (is_uncertain[row] != 0 && !std::isnan(answer->lse[row])) {
+      answer->lse[row] = static_cast<double>(lse.values[static_cast<size_t>(at)]);
+    }
+  }
+}
+
 AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, const Strided& value,
                        const Strided& output) {
   AttentionArgs args;

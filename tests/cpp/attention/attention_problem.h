@@ -198,6 +198,10 @@ struct Lse {
   void Compare(const Case& c, const Answer& answer, const std::string& where) const;
 };
 
+// Rows that rounding decides about, [B, H, S], get the kernel's results as answer, but for NaN.
+void ExceptRows(const std::vector<uint8_t>& is_uncertain, const Case& c, Strided* output, const Lse& lse,
+                Answer* answer);
+
 AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, const Strided& value,
                        const Strided& output);
 

@@ -62,22 +62,6 @@ std::vector<int32_t> DrawEnds(const SkipCase& skip, Random* random, Dense* dense
   return ends;
 }
 
-// Rows that rounding decides about have the kernel's output, but for NaN.
-void ExceptRows(const SkipChoice& choice, Strided* output, const Lse& lse, const Case& c, Answer* answer) {
-  output->ForEach([&](const char* at, size_t i) {
-    const double got = LoadFloat(c.dtype, at);
-    if (choice.is_uncertain[i / static_cast<size_t>(c.Dv)] != 0 && !std::isnan(answer->output[i]))
-      answer->output[i] = got;
-  });
-  for (size_t row = 0; row < answer->lse.size(); ++row) {
-    const auto at = static_cast<int64_t>(row) / c.S / c.H * lse.stride_b +
-                    static_cast<int64_t>(row) / c.S % c.H * lse.stride_h + static_cast<int64_t>(row) % c.S;
-    if (choice.is_uncertain[row] != 0 && !std::isnan(answer->lse[row])) {
-      answer->lse[row] = static_cast<double>(lse.values[static_cast<size_t>(at)]);
-    }
-  }
-}
-
 // Of what a row keeps, at most `threshold` times is left out.
 void CheckMass(const SkipCase& skip, const Answer& all, const Lse& lse, const std::string& where) {
   const Case& c = skip.drawn.base;
@@ -152,7 +136,7 @@ void RunCase(const SkipCase& skip, CpuIsa isa, uint64_t seed, const Parallel& te
           counts.skipped, ", expected ", choice.skipped, " to ", choice.skipped + choice.uncertain);
     if (threads == 1) first = output.bytes;
     CHECK(first == output.bytes, where, ": 3 threads give other bits than 1");
-    if (threads == 1) ExceptRows(choice, &output, lse, c, &answer);
+    if (threads == 1) ExceptRows(choice.is_uncertain, c, &output, lse, &answer);
     Compare(c, dense, answer, &output, Text(where, " threads ", threads));
     lse.Compare(c, answer, Text(where, " threads ", threads));
     CheckMass(skip, all, lse, where);

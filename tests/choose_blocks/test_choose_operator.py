@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attribute block_threshold of StofAttention in ONNX Runtime: its definition, switch and counts, values it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+from onnx import helper
+from tests.helpers.chosen_blocks import Chosen, attend, choose, set_levels
+
+import stof
+from stof.runtime.library import LibraryError, Op, op_limits
+
+LIMITS = {"float32": 2e-5, "float16": 4e-3}
+Q, K, V = "query", "key", "value"
+MASKS: dict[str, Callable[[Any, Any], Any]] = {
+    "": lambda q, k: q + k >= 0,
+    "k <= q": lambda q, k: k <= q,
+    "k <= q and q - k < 500": lambda q, k: (k <= q) & (q - k < 500),
+    "k > q + 300": lambda q, k: k > q + 300,  # own positions are forbidden
+}
+OPS = ("StofAttention", "StofCachedAttention", "StofPagedAttention")
+
+
+def session(feeds: dict[str, npt.NDArray[Any]], **attributes: Any) -> ort.InferenceSession:
+    element = helper.np_dtype_to_tensor_dtype(feeds[Q].dtype)
+    node = helper.make_node("StofAttention", list(feeds), ["output"], name="layer0", domain="stof", **attributes)
+    inputs = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape) for n, x in feeds.items()
+    ]
+    output = helper.make_tensor_value_info("output", element, None)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", inputs, [output]), opset_imports=opsets, ir_version=9)
+    options = ort.SessionOptions()
+    stof.register(options)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def draw(S: int, T: int, dtype: str = "float32", B: int = 1) -> dict[str, npt.NDArray[Any]]:
+    rng = np.random.default_rng(S + T)
+    q, k, v = (rng.standard_normal((B, n, length, 64)) for n, length in ((4, S), (2, T), (2, T)))
+    set_levels(rng, q, k)
+    return {n: x.astype(dtype) for n, x in ((Q, q), (K, k), (V, v))}
+
+
+def run(feeds: dict[str, npt.NDArray[Any]], **attributes: Any) -> npt.NDArray[Any]:
+    (found,) = session(feeds, **attributes).run(None, feeds)
+    return np.asarray(found)
+
+
+def check(found: npt.NDArray[Any], q: Any, k: Any, v: Any, chosen: Chosen) -> None:
+    moved = np.abs(found.astype(np.float64) - attend(q, k, v, chosen.kept)).max(-1)
+    assert np.isfinite(moved).all()
+    assert moved[~chosen.near].max(initial=0) <= LIMITS[str(q.dtype)]
+
+
+@pytest.mark.parametrize("threshold", [1e-5, 0.1, 1.0])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("S", "T"), [(128, 900), (700, 700), (300, 641), (700, 300)])
+def test_outputs_are_those_of_the_definition(S: int, T: int, dtype: str, mask: str, threshold: float) -> None:
+    feeds = draw(S, T, dtype)
+    past = T - S if S < T else 0
+    q, k = np.arange(past, past + S)[:, None], np.arange(T)
+    allowed = np.asarray(MASKS[mask](q, k))
+    stof.reset_skip_counts()
+    found = run(feeds, mask=mask, block_threshold=threshold, query_offset=int(past > 0))
+    counts = stof.skip_counts()
+    chosen = choose(feeds[Q][0], feeds[K][0], allowed, threshold, position=past)
+    check(found[0], feeds[Q][0], feeds[K][0], feeds[V][0], chosen)
+    assert chosen.near.mean() < 0.25
+    # Tiles of fewer rows than a query block are not counted where the mask forbids them.
+    assert 0.9 * chosen.counted <= counts.scored <= chosen.counted
+    assert 0.9 * chosen.skipped <= counts.skipped
+    if mask == "":
+        assert chosen.skipped <= counts.skipped <= counts.scored == chosen.counted
+    if mask == "" and threshold >= 0.1 and T >= 600:
+        assert counts.share > 0.15
+
+
+def test_padding_left_and_right_is_in_no_patch() -> None:
+    S = T = 600
+    feeds = draw(S, T, B=2)
+    pad = np.ones((2, T), np.bool_)
+    pad[0, :211] = pad[1, 390:] = False
+    for b in range(2):  # what a mean would show
+        feeds[K][b][:, ~pad[b]] = np.nan
+    for mask in ("pad[b, k]", "k <= q and pad[b, k]"):
+        stof.reset_skip_counts()
+        found = run({**feeds, "pad": pad}, mask=mask, operands="pad", block_threshold=0.1)
+        q, k = np.arange(S)[:, None], np.arange(T)
+        allowed, counted = k <= q if "q" in mask else np.full((S, T), True), 0
+        for b in range(2):
+            x = {n: np.nan_to_num(feeds[n][b]) for n in (Q, K, V)}
+            chosen = choose(x[Q], x[K], allowed, 0.1, pad=pad[b])
+            check(found[b], x[Q], x[K], x[V], chosen)
+            counted += chosen.counted
+        assert 0.9 * counted <= stof.skip_counts().scored <= counted
+        assert stof.skip_counts().share > 0.1
+
+
+def test_threshold_0_and_short_queries_have_the_bits_of_the_plain_node() -> None:
+    feeds = draw(300, 500)
+    stof.reset_skip_counts()
+    np.testing.assert_array_equal(run(feeds, block_threshold=0.0), run(feeds))
+    for S in (1, 16, 127):
+        feeds = draw(S, 500)
+        np.testing.assert_array_equal(run(feeds, block_threshold=1.0), run(feeds))
+    feeds = draw(300, 500)
+    np.testing.assert_array_equal(run(feeds, block_threshold=1.0, empty_rows="mean", mask="k < q"),
+                                  run(feeds, empty_rows="mean", mask="k < q"))  # fmt: skip
+    # Residue classes are no neighbours.
+    feeds, mask = draw(512, 512), "(q - k) % 4 == 0"
+    np.testing.assert_array_equal(run(feeds, block_threshold=1.0, mask=mask), run(feeds, mask=mask))
+    assert stof.skip_counts() == stof.SkipCounts(0, 0)
+
+
+def check_switch() -> None:
+    """In a process with STOF_SKIP_SCORES=0."""
+    feeds = draw(300, 700)
+    np.testing.assert_array_equal(run(feeds, block_threshold=1.0), run(feeds))
+    assert stof.skip_counts() == stof.SkipCounts(0, 0)
+
+
+def test_environment_turns_choosing_off() -> None:
+    feeds = draw(300, 700)
+    assert (run(feeds, block_threshold=1.0) != run(feeds)).any()
+    program = f"from {__name__.rpartition('.')[2]} import check_switch; check_switch(); print('done')"
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "STOF_SKIP_SCORES": "0", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "done"
+
+
+def test_blocks_of_packed_sequences_begin_at_each_sequence() -> None:
+    rng = np.random.default_rng(5)
+    starts = np.array([0, 500, 590, 1190], np.int32)
+    q, k, v = (rng.standard_normal((2, int(starts[-1]), 64)).astype(np.float32) for _ in range(3))
+    set_levels(rng, q, k)
+    feeds = {Q: q[None], K: k[None], V: v[None], "cumulative": starts}
+    stof.reset_skip_counts()
+    found = run(feeds, operands="cumulative_sequence_length", block_threshold=0.1)[0]
+    assert stof.skip_counts().share > 0.1
+    for begin, end in pairwise(starts.tolist()):
+        x = [y[:, begin:end] for y in (q, k, v)]
+        check(found[:, begin:end], *x, choose(x[0], x[1], np.full((end - begin,) * 2, True), 0.1))
+
+
+def test_both_thresholds_of_a_node() -> None:
+    feeds = draw(700, 700)
+    shares = []
+    for attributes in ({"block_threshold": 1e-3}, {"block_threshold": 1e-3, "skip_threshold": 50.0}):
+        stof.reset_skip_counts()
+        found = run(feeds, **attributes)
+        assert np.isfinite(found).all()
+        shares.append(stof.skip_counts())
+    assert shares[0].scored == shares[1].scored == 4 * 700 * 700
+    assert shares[0].skipped < shares[1].skipped
+
+
+@pytest.mark.parametrize(("value", "text"), [(-1.0, "-1"), (1.5, "1.5"), (float("nan"), "nan"), (float("inf"), "inf")])
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_values_are_refused(op: str, value: float, text: str) -> None:
+    attributes: dict[str, Any] = {"block_threshold": value, "mask": "k <= q", "num_heads": 2, "kv_num_heads": 2}
+    with pytest.raises(LibraryError, match=f"block_threshold is .?{text}.*expected 0 to 1"):
+        Op(op, attributes)
+
+
+def test_a_session_names_the_node_and_the_value() -> None:
+    with pytest.raises(Exception, match=r"(?s)layer0.*block_threshold.*-2"):
+        session(draw(4, 4), block_threshold=-2.0)
+
+
+def test_limits_of_the_library_say_which_targets_choose() -> None:
+    for op in OPS:
+        targets = op_limits()[op]["targets"]
+        assert targets["cpu"]["chooses_blocks"] is True
+        assert "chooses_blocks" not in targets["tensorrt"]
+    assert "chooses_blocks" not in op_limits()["StofGemm"]["targets"]["cpu"]
