@@ -68,7 +68,7 @@ std::vector<int32_t> DrawEnds(const ChooseCase& choose, Random* random, Dense* d
 bool MayChoose(const ChooseCase& choose) {
   const Case& c = choose.base;
   return choose.threshold > 0 && c.S >= kBlock && c.T > kBlock && c.bias == Bias::kNone && c.relative == 0 &&
-         (c.mask < 10 || c.mask > 12) && !AttendsAllKeys(c.empty_rows);
+         (c.mask < 10 || c.mask > 12) && c.empty_rows != EmptyRows::kAll;
 }
 
 // Whether the mask that a kernel gets lists a key block for a query block.
