@@ -313,6 +313,23 @@ void RunTable(CpuIsa isa) {
   CHECK(uncertain < 0.005, "uncertain ", uncertain);
 }
 
+// Estimates lie close together, so that the rounding of patches to bf16 decides about some blocks.
+void ChooseByRoundedPatches(CpuIsa isa) {
+  ThreadPool pool(3);
+  Totals totals;
+  for (uint64_t seed = 0; seed < 2; ++seed) {
+    ChooseCase choose;
+    Case& c = choose.base;
+    c.B = 1, c.H = 4, c.G = 2, c.S = 384, c.T = 1300, c.D = 64, c.Dv = 16;
+    c.dtype = DType::kBF16, c.spread = 8;
+    choose.levels = 0, choose.threshold = 0.98f;
+    Trial(choose, isa, seed, pool.view()).Compare(&totals);
+    CountCases(1);
+  }
+  CHECK(totals.skipped > totals.scored / 20 && totals.uncertain < totals.scored / 20, totals.skipped, " and ",
+        totals.uncertain, " of ", totals.scored);
+}
+
 // Three of ten blocks count: the others are left out, but for the first one and those of the queries.
 void ChooseStatedShare(CpuIsa isa) {
   constexpr int64_t kBlocks = 20, kSize = 64, T = kBlock * kBlocks;
@@ -394,9 +411,10 @@ void ChooseAndSkip(CpuIsa isa) {
 const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported)                                             \
   {{"ChosenBlocksAreThoseOfTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},   \
+   {"RoundedPatchesChoose[" #name "]", [] { ChooseByRoundedPatches(CpuIsa::id); }},    \
    {"AStatedShareOfBlocksIsChosen[" #name "]", [] { ChooseStatedShare(CpuIsa::id); }}, \
    {"ChosenBlocksSkipByScore[" #name "]", [] { ChooseAndSkip(CpuIsa::id); }}},
-  static constexpr Test kRows[][3] = {STOF_CPU_ISAS(STOF_TESTS)};
+  static constexpr Test kRows[][4] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));

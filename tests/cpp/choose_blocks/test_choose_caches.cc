@@ -226,8 +226,8 @@ struct Sequences {
     }
     float level = 0;
     for (size_t i = 0; i < key.size(); i += kSize) {
-      if (i / kSize / kHeads % kLevelKeys == 0 && i / kSize % kHeads == 0) level = 20 * random->Unit();
-      query[i] = i / kSize / kHeads / 50 % 2 == 0 ? 4.0f : -4.0f;
+      if (i / kSize / kHeads % kLevelKeys == 0 && i / kSize % kHeads == 0) level = 50 * random->Unit();
+      query[i] = i / kSize / kHeads / 200 % 2 == 0 ? 4.0f : -4.0f;
       key[i] = level;
     }
   }
