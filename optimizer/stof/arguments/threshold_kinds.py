@@ -23,6 +23,8 @@ class ThresholdKind:
         unit: what is left out: "key tile".
         most: the largest threshold. The least is the smallest normal fp32 number.
         ladder: the thresholds that calibration tries, ascending.
+        spare: steps of the ladder that calibration stays below the largest threshold that fits. Where c is no bound, other inputs
+            may lose much more than those that it was found on.
         bounds_mass: whether c bounds the mass that a row leaves out, by c / (1 + c).
     """
 
@@ -37,6 +39,7 @@ class ThresholdKind:
     unit: str
     most: float
     ladder: tuple[float, ...]
+    spare: int
     bounds_mass: bool
 
     def allows(self, threshold: float) -> bool:
@@ -82,6 +85,7 @@ SKIP_SCORES = ThresholdKind(
     unit="key tile",
     most=math.ldexp(1.0, 22),
     ladder=tuple(2.0**e for e in range(-6, 15)),
+    spare=0,
     bounds_mass=True,
 )
 CHOOSE_BLOCKS = ThresholdKind(
@@ -96,6 +100,7 @@ CHOOSE_BLOCKS = ThresholdKind(
     unit="key block",
     most=1.0,
     ladder=tuple(2.0**-e for e in reversed(_BLOCK_EXPONENTS)),
+    spare=2,
     bounds_mass=False,
 )
 KINDS = (SKIP_SCORES, CHOOSE_BLOCKS)

@@ -30,7 +30,7 @@ from stof.sparsify.spec import SparsitySpec
 from stof.sparsify.threshold_report import COSINE, KL, OutputCosines, ThresholdReport, ThresholdRow
 from stof.stages import Stage, find_model_inputs
 from stof.targets import CPU
-from stof.thresholds.calibrate import calibrate, most_runs_alone
+from stof.thresholds.calibrate import Ladder, calibrate
 from stof.thresholds.cosines import CosineMeter
 from stof.thresholds.layers import ThresholdLayer, Thresholds, check_target, find_layers, put_thresholds
 from stof.thresholds.measured_sets import LEAST_KEYS, MeasuredSets, find_sets
@@ -184,7 +184,7 @@ def _find_thresholds(
     stated, reasons = report.thresholds, dict[ThresholdSite, str]()
     with measurement.open(skipping, searched) as runs:
         if searched:
-            ladders = {site: site.kind.ladder for site in searched}
+            ladders = {site: _ladder_of(site) for site in searched}
             found = calibrate(
                 ladders, runs.run, lambda c: measurement.loss_together({**stated, **c}), measurement.allowed
             )
@@ -250,6 +250,10 @@ def _stated_thresholds(job: Job, layers: Sequence[ThresholdLayer]) -> dict[Thres
     return {site: c for site, c in stated.items() if site.kind not in by_kind} | {
         x.site: planned[x.site] for x in skipping if x.site in planned
     }
+
+
+def _ladder_of(site: ThresholdSite) -> Ladder:
+    return Ladder(site.kind.ladder, site.kind.spare)
 
 
 def _row_of(layer: ThresholdLayer, threshold: float | None, reason: str = "") -> ThresholdRow:
@@ -324,7 +328,7 @@ class _Measurement:
             skipping: what has a threshold.
             searched: those of them whose threshold is not stated.
         """
-        most = sum(most_runs_alone(site.kind.ladder) for site in searched) + len(skipping)
+        most = sum(_ladder_of(site).most_runs for site in searched) + len(skipping)
         line = Progress()
         limits = prompt_limits(self.job.options.verify_memory)
         sets = self.sets
