@@ -189,8 +189,8 @@ class CacheTrial {
 void ChooseInCaches(CpuIsa isa) {
   uint64_t scored = 0, skipped = 0, uncertain = 0, seed = 0;
   for (const MaskCase& mask : kMasks) {
-    for (const auto [dtype, S] : {std::pair(DType::kF32, int64_t{128}), std::pair(DType::kF32, int64_t{384}),
-                                  std::pair(DType::kF16, int64_t{200}), std::pair(DType::kBF16, int64_t{200})}) {
+    for (const auto& [dtype, S] : {std::pair(DType::kF32, int64_t{128}), std::pair(DType::kF32, int64_t{384}),
+                                   std::pair(DType::kF16, int64_t{200}), std::pair(DType::kBF16, int64_t{200})}) {
       const auto n = static_cast<int32_t>(S);
       CacheTrial({0, 333, 640}, {n, 333 + n, 640 + n}, S, mask, dtype, false, ++seed)
           .Check(isa, 0.05f, &scored, &skipped, &uncertain);
