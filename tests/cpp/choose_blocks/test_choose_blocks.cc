@@ -377,6 +377,31 @@ void ChooseStatedShare(CpuIsa isa) {
   }
 }
 
+// A block of far lower scores with a NaN is chosen, whichever of its patches has it: all rows that attend it are NaN.
+void KeepNan(CpuIsa isa) {
+  constexpr int64_t S = 128, T = 640, kSize = 16;
+  for (int64_t nan = 2 * kBlock + 3; nan < 3 * kBlock; nan += 8) {
+    std::vector<float> query(S * kSize, 1.0f), key(T * kSize, -2.0f), value(T * kSize, 1.0f), output(query.size());
+    std::fill_n(key.begin(), kBlock * kSize, 2.0f);
+    key[static_cast<size_t>(nan * kSize)] = std::numeric_limits<float>::quiet_NaN();
+    AttentionArgs args;
+    args.shape = {1, 1, 1, S, T, kSize, kSize};
+    args.query = {query.data(), {S * kSize, S * kSize, kSize}};
+    args.key = {key.data(), {T * kSize, T * kSize, kSize}};
+    args.value = {value.data(), {T * kSize, T * kSize, kSize}};
+    args.output.data = output.data(), args.output.stride = args.query.stride;
+    args.scores.block_threshold = 0.5f;
+    CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+    config.isa = isa;
+    const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
+    ResetSkipCounts();
+    CHECK(CpuAttention(args, config, workspace.get(), Parallel{}).ok());
+    CHECK(ReadSkipCounts().skipped == static_cast<uint64_t>(3 * S * kBlock), "key ", nan);
+    for (const float x : output) CHECK(std::isnan(x), "key ", nan, ": ", x);
+    CountCases(1);
+  }
+}
+
 // Beside a skip threshold, a tile that is left out counts as skipped, and others as skip by score counts them.
 void ChooseAndSkip(CpuIsa isa) {
   constexpr int64_t S = 256, T = 2048, kSize = 64;
@@ -414,9 +439,10 @@ const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported)                                             \
   {{"ChosenBlocksAreThoseOfTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},   \
    {"RoundedPatchesChoose[" #name "]", [] { ChooseByRoundedPatches(CpuIsa::id); }},    \
+   {"ANanIsChosen[" #name "]", [] { KeepNan(CpuIsa::id); }},                           \
    {"AStatedShareOfBlocksIsChosen[" #name "]", [] { ChooseStatedShare(CpuIsa::id); }}, \
    {"ChosenBlocksSkipByScore[" #name "]", [] { ChooseAndSkip(CpuIsa::id); }}},
-  static constexpr Test kRows[][4] = {STOF_CPU_ISAS(STOF_TESTS)};
+  static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
