@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stof.arguments.checks import refuse
+from stof.arguments.threshold_kinds import KINDS
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries
@@ -174,8 +175,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--sparsify",
         metavar="SPEC",
         help="put a sparse pattern on dense attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, triangle, "
-        'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores: leave out keys '
-        "of negligible weight, in any attention",
+        'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores, choose-blocks: leave out keys '
+        "of negligible weight, in any attention, after or before their scores are computed",
     )
     group.add_argument(
         "--sparse-mlp",
@@ -199,7 +200,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--min-cosine",
         type=_share,
         metavar="X",
-        help="least mean cosine of outputs on --inputs to write a model that skips by score with (0.999)",
+        help="least mean cosine of outputs on --inputs to write a model with skip-scores or choose-blocks (0.999)",
     )
     group.add_argument("--force", action="store_true", help="write the model beyond --max-kl and --min-cosine, too")
 
@@ -335,9 +336,10 @@ def _check_changes(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None and changes is None:
         raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
     measured = arguments.prompts or arguments.sparse_mlp
-    on_inputs = bool(arguments.inputs) and "skip-scores" in (arguments.sparsify or "")  # which measure skip by score
+    has_thresholds = any(kind.clause in (arguments.sparsify or "") for kind in KINDS)
+    on_inputs = bool(arguments.inputs) and has_thresholds  # which measure the loss of thresholds
     if arguments.min_cosine is not None and not on_inputs:
-        raise ArgumentError("--min-cosine is for --inputs with --sparsify skip-scores; give both")
+        raise ArgumentError("--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks; give both")
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
         if is_given and measured is None and not (on_inputs and option == "--force"):
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")

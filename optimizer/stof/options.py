@@ -97,19 +97,20 @@ class Options:
         verify_memory: bytes for that; 0: half of what is free.
         memory_limit: no model is written whose run is estimated to take more bytes, weights and activations together, at the
             largest sizes in use; 0: any number.
-        inputs: what verification runs on before drawn inputs, and skip-scores of ``sparsify`` is measured on: a .npz file, a
+        inputs: what verification runs on before drawn inputs, and thresholds of ``sparsify`` are measured on: a .npz file, a
             folder of ``input_*.pb``, "module:function", arrays by name, a callable that gives some, or several of these.
         only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others.
         skip: likewise, the sites to leave as they are.
         shapes: ranges of dimensions in use, by name: a size, or (least, most).
         masks: mask expressions that the user states, by site; they are checked.
-        sparsify: patterns for dense attention, such as "s2:local=16,stride=8", and "skip-scores"; outputs change.
+        sparsify: patterns for dense attention, such as "s2:local=16,stride=8", "skip-scores" and "choose-blocks"; outputs
+            change.
         sparse_mlp: calibration prompts and how neurons are selected, such as "prompts.npz,kind=svd,active=0.3"; outputs
             change.
         prompts: token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured.
         max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
-        min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model that skips by
-            score is written.
+        min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model with
+            skip-scores or choose-blocks is written.
         force: write the model beyond both, too.
         ignore_empty_rows: fully masked rows may give another result than in the original.
         chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import onnx
-
 from stof import progress
+from stof.arguments.threshold_kinds import ThresholdKind
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
@@ -25,27 +24,32 @@ from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html
 from stof.memory.memory_report import MemoryReport
 from stof.memory_bound.stage_memory import StageMemory
-from stof.op_parts import HoldsPrompts, Measures, ReadsOptions
+from stof.op_parts import Measures, ReadsOptions
 from stof.op_rewrite import Job, OpSettings
 from stof.ops import OPS, PLAN_FORMATS
 from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
 from stof.prompts.files import PromptSet, check_vocabulary, read_prompts
-from stof.prompts.loss import has_logits
 from stof.recursion import deep_recursion
 from stof.report import Report, describe_registration
 from stof.run_facts.command import command_of
 from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
 from stof.runtime.library import build_info, library_path
 from stof.selection import select
-from stof.sparsify.report import SparsityReport
-from stof.sparsify.skip_report import SkipReport
-from stof.sparsify.sparsity import Sparsity, digest_of
+from stof.sparsify.sparsity import digest_of
 from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, find_model_inputs, rewrite
 from stof.target_support import missing_for
 from stof.terminal import say
+from stof.thresholds.changed_outputs import (
+    declare_sparsity,
+    mark_written,
+    measure_loss_on_prompts,
+    put_thresholds,
+    report_thresholds,
+    stated_thresholds,
+)
 from stof.tuning_cache import cache_path
 from stof.verify_stages import find_padded_batches, verify_stages
 
@@ -180,17 +184,16 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     report.nodes_before = len(graph.graph.node)
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
-    _report_skipping(report, job, stages)
+    report_thresholds(report, job, stages)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target, user_inputs, memory)
-    _mark_written(report, stages)
+    mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
-    thresholds = {} if report.sparsity is None else report.sparsity.skip_thresholds
-    digest = digest_of(job.sparsity, job.skip_scores)
-    _save_plan({s.op.key: s.decided.plan for s in stages}, options, digest, thresholds)
+    digest = digest_of(job.sparsity, job.thresholds)
+    _save_plan({s.op.key: s.decided.plan for s in stages}, options, digest, stated_thresholds(report))
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
@@ -227,19 +230,13 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
-        report.sparsity = SparsityReport(job.options.sparsify, has_patterns=bool(spec.clauses))
-        if spec.skip_clauses:
-            from stof.skip_scores.apply import check_request
-
-            check_request(spec, job, user_inputs)
-            job, report.sparsity.skip = replace(job, skip_scores=spec), SkipReport()
+        job = declare_sparsity(report, job, spec, user_inputs)
         if spec.clauses:
-            job = replace(job, sparsity=Sparsity(spec, report.sparsity))
             with job.step("sparsify"):
                 for op in OPS:
                     job = op.prepare(job)
     stated = "" if job.plan is None else job.plan.sparsity
-    digest = digest_of(job.sparsity, job.skip_scores)
+    digest = digest_of(job.sparsity, job.thresholds)
     if job.plan is not None and stated != digest:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
@@ -292,7 +289,7 @@ def _save_plan(
     entries: dict[str, tuple[PlanEntry, ...]],
     options: Options,
     sparsity: str = "",
-    thresholds: Mapping[str, float] | None = None,
+    thresholds: Mapping[ThresholdKind, Mapping[str, float]] | None = None,
 ) -> None:
     if options.save_plan is not None:
         Plan(entries, options.tuned_for, sparsity, thresholds or {}).save(options.save_plan)
@@ -389,15 +386,10 @@ def _verify_and_write(
         stages = verified
     if not any(s.decided.has_replaced for s in stages):
         return stages
-    final = stages[-1].written
-    _mark_written(report, stages)
-    if job.skip_scores is not None:
-        from stof.skip_scores.apply import skip_by_score
-
-        with _measure_seconds(report, "skip_scores"):
-            skipping = skip_by_score(job, job.skip_scores, _skip_report(report), stages, target.parent, user_inputs)
-        final, job = skipping.model, replace(job, prompts=skipping.prompts or job.prompts)
-    _measure_loss(report, job, stages, final, target)
+    mark_written(report, stages)
+    measure = partial(_measure_seconds, report)
+    final, job = put_thresholds(report, job, stages, target.parent, user_inputs, measure)
+    measure_loss_on_prompts(report, job, stages, final, target, measure)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):
         data_files = save(final, target, job.source)
@@ -419,65 +411,6 @@ def _estimate_memory(report: Report, memory: StageMemory, stages: Sequence[Stage
         report.memory = memory.estimate(stages)
     if report.memory.is_above_limit:
         raise MemoryLimitError(report.memory.limit_words())
-
-
-def _report_skipping(report: Report, job: Job, stages: Sequence[Stage]) -> None:
-    """Has the report say which attentions skip by score, before thresholds are calibrated.
-
-    Raises:
-        ArgumentError: when none can, or the plan has thresholds of others.
-    """
-    if job.skip_scores is None or not any(s.decided.has_replaced for s in stages):
-        return
-    from stof.skip_scores.apply import report_layers
-
-    report_layers(job, job.skip_scores, _skip_report(report), stages[-1].written)
-
-
-def _skip_report(report: Report) -> SkipReport:
-    """What the report says of skip by score, which the options name."""
-    assert report.sparsity is not None
-    assert report.sparsity.skip is not None
-    return report.sparsity.skip
-
-
-def _mark_written(report: Report, stages: Sequence[Stage]) -> None:
-    """Has the report of --sparsify say which attentions an operator took."""
-    if report.sparsity is not None:
-        taken = {e.name for s in stages for e in s.decided.plan if e.replace}
-        report.sparsity.mark_written(taken, "nothing was replaced, and outputs are those of the original")
-
-
-def _measure_loss(report: Report, job: Job, stages: Sequence[Stage], final: onnx.ModelProto, target: Path) -> None:
-    """Measures by how much next tokens change, where options change outputs and there are prompts.
-
-    Raises:
-        VerifyError: when it is above --max-kl.
-    """
-    is_sparsified = report.sparsity is not None and report.sparsity.changes_outputs
-    changed = [s.decided.section for s in stages if s.decided.section.changes_outputs]
-    decided = [s.decided for s in stages]
-    prompts = job.prompts or next(
-        (d.held_out for d in decided if isinstance(d, HoldsPrompts) and d.held_out is not None), None
-    )
-    if prompts is None or not (is_sparsified or changed):
-        return
-    from stof.prompt_runs.measure_loss import check_loss, measure_loss
-    from stof.skip_scores.apply import counted_skipping
-
-    by_itself = report.sparsity is None or not report.sparsity.sparsified  # what changes outputs says how much
-    if by_itself and not has_logits(job.model):
-        return
-    skip = None if report.sparsity is None else report.sparsity.skip
-    with _measure_seconds(report, "prompts"), counted_skipping(skip):
-        inputs = find_model_inputs(job, stages)
-        loss = measure_loss(job.source, final, inputs, prompts, target.parent, job.options)
-    if is_sparsified and report.sparsity is not None:
-        report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
-    for section in changed:
-        section.loss = loss
-    options = [*(["--sparsify"] if is_sparsified else []), *(["--sparse-mlp"] if changed else [])]
-    check_loss(loss, " with ".join(options), job.options)
 
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from stof.arguments.checks import LEAST_SKIP_THRESHOLD, MOST_SKIP_THRESHOLD
+from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
 from stof.files.strict_json import quoted
@@ -19,7 +19,6 @@ from stof.targets import CPU, TARGETS, Target
 
 FORMAT = "stof-plan"
 VERSION = 1
-_SKIP = "skip_thresholds"
 
 
 class PlanEntry(Protocol):
@@ -66,7 +65,7 @@ class Plan:
     entries: Mapping[str, tuple[PlanEntry, ...]]
     target: Target = CPU
     sparsity: str = ""  # digest of the patterns of --sparsify
-    skip_thresholds: Mapping[str, float] = field(default_factory=dict)  # of attention operators that skip by score
+    thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -76,7 +75,7 @@ class Plan:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
-        data |= {_SKIP: dict(self.skip_thresholds)} if self.skip_thresholds else {}
+        data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
@@ -114,7 +113,9 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
         raise ArgumentError(
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
-    fields = Fields(where, "", data, {"format", "version", "target", "sparsity", _SKIP, *formats})
+    fields = Fields(
+        where, "", data, {"format", "version", "target", "sparsity", *(kind.plan_key for kind in KINDS), *formats}
+    )
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
     entries: dict[str, tuple[PlanEntry, ...]] = {}
     for key, form in formats.items():
@@ -129,18 +130,18 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
                 )
             by_name[entry.name] = entry
         entries[key] = tuple(by_name.values())
-    return Plan(entries, target, fields.text("sparsity", ""), _read_thresholds(fields))
+    thresholds = {kind: found for kind in KINDS if (found := _read_thresholds(fields, kind))}
+    return Plan(entries, target, fields.text("sparsity", ""), thresholds)
 
 
-def _read_thresholds(fields: Fields) -> dict[str, float]:
-    """The thresholds of skip by score, by the names of attention operators; 0: it computes every key tile."""
+def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
+    """The thresholds of a kind, by the names of attention operators; 0: nothing is left out."""
     thresholds: dict[str, float] = {}
-    for name, value in fields.take(_SKIP, dict, {}).items():
+    for name, value in fields.take(kind.plan_key, dict, {}).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not (value == 0 or LEAST_SKIP_THRESHOLD <= value <= MOST_SKIP_THRESHOLD):
+        if not is_number or not (value == 0 or kind.allows(value)):
             raise ArgumentError(
-                f"{fields.where} has {_SKIP}[{name!r}] {quoted(value)}, expected 0, or a number from "
-                f"{LEAST_SKIP_THRESHOLD:.2g} to {int(MOST_SKIP_THRESHOLD)}"
+                f"{fields.where} has {kind.plan_key}[{name!r}] {quoted(value)}, expected 0, or {kind.range_words}"
             )
         thresholds[name] = float(value)
     return thresholds

@@ -109,6 +109,31 @@ def test_padding_left_and_right_is_in_no_patch() -> None:
         assert stof.skip_counts().share > 0.1
 
 
+@pytest.mark.parametrize("mask", ["pad[b, k]", "k < q and pad[b, k]"])
+def test_fully_masked_rows_have_the_mean(mask: str) -> None:
+    """Blocks are left out, as torch's exports ask for. Rows without a key have the mean of all values, others the definition."""
+    S = T = 600
+    feeds = draw(S, T, B=3)
+    pad = np.ones((3, T), np.bool_)
+    pad[0, :211] = pad[1, 390:] = pad[2] = False
+    stof.reset_skip_counts()
+    found = run({**feeds, "pad": pad}, mask=mask, operands="pad", block_threshold=0.1, empty_rows="mean")
+    assert stof.skip_counts().share > 0.05
+    q, k = np.arange(S)[:, None], np.arange(T)
+    for b in range(3):
+        allowed = k < q if "q" in mask else np.full((S, T), True)
+        x = {n: feeds[n][b] for n in (Q, K, V)}
+        empty = ~(allowed & pad[b]).any(1)
+        assert empty.any() == (b == 2 or "q" in mask)
+        means = np.repeat(x[V].astype(np.float64).mean(1, keepdims=True), 2, 0)
+        np.testing.assert_allclose(found[b][:, empty], np.broadcast_to(means, (4, empty.sum(), 64)), atol=2e-5)
+        if b < 2:
+            chosen = choose(x[Q], x[K], allowed, 0.1, pad=pad[b])
+            moved = np.abs(found[b] - attend(x[Q], x[K], x[V], chosen.kept)).max(-1)
+            assert moved[~chosen.near & ~empty].max(initial=0) <= LIMITS["float32"]
+            assert (chosen.kept.any(-1) | empty).all()
+
+
 def test_threshold_0_and_short_queries_have_the_bits_of_the_plain_node() -> None:
     feeds = draw(300, 500)
     stof.reset_skip_counts()
@@ -117,8 +142,8 @@ def test_threshold_0_and_short_queries_have_the_bits_of_the_plain_node() -> None
         feeds = draw(S, 500)
         np.testing.assert_array_equal(run(feeds, block_threshold=1.0), run(feeds))
     feeds = draw(300, 500)
-    np.testing.assert_array_equal(run(feeds, block_threshold=1.0, empty_rows="mean", mask="k < q"),
-                                  run(feeds, empty_rows="mean", mask="k < q"))  # fmt: skip
+    np.testing.assert_array_equal(run(feeds, block_threshold=1.0, empty_rows="all", mask="k < q"),
+                                  run(feeds, empty_rows="all", mask="k < q"))  # fmt: skip
     # Residue classes are no neighbours.
     feeds, mask = draw(512, 512), "(q - k) % 4 == 0"
     np.testing.assert_array_equal(run(feeds, block_threshold=1.0, mask=mask), run(feeds, mask=mask))

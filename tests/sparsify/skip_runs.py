@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the command with skip-scores, with kernels that skip or stand-ins for them."""
+"""Runs of the command with thresholds, with kernels that leave out keys or stand-ins for them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,44 @@ import pytest
 from skip_models import D, texts
 
 from stof import cli
+from stof.arguments.threshold_kinds import KINDS, SKIP_SCORES, ThresholdKind
 from stof.graph.index import DOMAIN, all_nodes
 from stof.runtime.library import library_path
 from stof.runtime.skip_counts import SkipCounts
-from stof.skip_scores import apply, layers, runs
+from stof.thresholds import apply, layers, runs
 
 LENGTH = 1100  # tokens, as many as calibration asks for
 
 
 def simulate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits of the library that state that CPU and CUDA kernels skip."""
+    """Limits of the library that state that CPU and CUDA kernels leave out keys, in both ways."""
     for module in (layers, apply):
-        monkeypatch.setattr(module, "skips_scores", lambda op, target: target != "tensorrt")
+        monkeypatch.setattr(module, "leaves_out", lambda op, target, kind: target != "tensorrt")
 
 
 def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that skip: c multiplies the scores of its node by 1 - c / 2^15, and it skips more the larger it is."""
-    simulate_limits(monkeypatch)
-    last = [1.0]  # the largest threshold of the last model
+    """Kernels that leave out keys: c multiplies the scores of its node by less than 1, and leaves out more the larger it is.
 
-    def put(model: onnx.ModelProto, thresholds: Mapping[str, float]) -> onnx.ModelProto:
+    The largest threshold of a ladder halves the scores.
+    """
+    simulate_limits(monkeypatch)
+    last = [0.5]  # the share of the last model
+
+    def put(model: onnx.ModelProto, thresholds: layers.Thresholds) -> onnx.ModelProto:
         copy = layers.put_thresholds(model, thresholds)
-        last[0] = max([c for c in thresholds.values() if c > 0], default=last[0])
+        rungs = [(site.kind.ladder, c) for site, c in thresholds.items() if c > 0]
+        last[0] = max([0.5 * (np.searchsorted(ladder, c) + 1) / len(ladder) for ladder, c in rungs], default=last[0])
         for node in all_nodes(copy.graph.node):
             values = {a.name: a for a in node.attribute}
-            if "skip_threshold" in values:
-                usual = values["scale"].f or D**-0.5
-                values["scale"].f = usual * (1 - values["skip_threshold"].f / (1 << 15))
+            for kind in KINDS:
+                if kind.attribute in values:
+                    usual = values["scale"].f or D**-0.5
+                    values["scale"].f = usual * (1 - values[kind.attribute].f / kind.ladder[-1] / 2)
         return copy
 
     for module in (runs, apply):
         monkeypatch.setattr(module, "put_thresholds", put)
-        monkeypatch.setattr(module, "take_skip_counts", lambda: SkipCounts(42000, int(1000 * (np.log2(last[0]) + 7))))
+        monkeypatch.setattr(module, "take_skip_counts", lambda: SkipCounts(42000, round(42000 * last[0])))
 
 
 def run(folder: Path, model: Path, spec: str, *options: str) -> tuple[int, Path, dict[str, Any]]:
@@ -68,10 +73,10 @@ def inputs_options(folder: Path, count: int = 4, length: int = LENGTH, *, paddin
     return options
 
 
-def thresholds_of(path: Path) -> dict[str, float]:
+def thresholds_of(path: Path, kind: ThresholdKind = SKIP_SCORES) -> dict[str, float]:
     """The attribute of each of stof's attentions."""
     nodes = [n for n in onnx.load(path).graph.node if n.domain == DOMAIN and n.op_type in layers.OPS]
-    return {n.name: next((a.f for a in n.attribute if a.name == "skip_threshold"), 0.0) for n in nodes}
+    return {n.name: next((a.f for a in n.attribute if a.name == kind.attribute), 0.0) for n in nodes}
 
 
 def outputs_of(path: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:

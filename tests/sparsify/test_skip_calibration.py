@@ -4,15 +4,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 
-from stof.skip_scores.calibrate import RUNS_OF_LAYER, RUNS_TOGETHER, Trial, calibrate
-from stof.skip_scores.cosines import CosineMeter, row_cosines
+from stof.arguments.threshold_kinds import SKIP_SCORES
+from stof.thresholds.calibrate import Calibration, Ladder, Trial
+from stof.thresholds.calibrate import calibrate as calibrate_ladders
+from stof.thresholds.cosines import CosineMeter, row_cosines
 
 LADDER = [2.0**i for i in range(-6, 15)]
+RUNS_OF_LAYER = Ladder(SKIP_SCORES.ladder, SKIP_SCORES.spare).most_runs
+RUNS_TOGETHER = len(LADDER) + 1
+
+
+def calibrate(
+    layers: Sequence[str],
+    run: Callable[[str, float], Trial],
+    loss: Callable[[Mapping[str, float]], float],
+    allowed: float,
+) -> Calibration[str]:
+    """With the thresholds of skip by score."""
+    assert list(SKIP_SCORES.ladder) == LADDER
+    return calibrate_ladders(dict.fromkeys(layers, Ladder(LADDER)), run, loss, allowed)
 
 
 class Model:
@@ -76,6 +91,26 @@ def test_a_smaller_threshold_that_skips_as_much_is_taken() -> None:
     tried = sorted(c for _, c in model.alone)
     assert tried[-1] == LADDER[-1]
     assert found.thresholds["a"] == min(c for c in tried if c >= 8.0) < tried[-1]
+
+
+@pytest.mark.parametrize("spare", [1, 2, 5])
+def test_a_ladder_with_spare_rungs(spare: int) -> None:
+    """So many below the largest that fits; at the end of the ladder, the least one."""
+    for allowed, largest in ((0.2, 64.0), (0.2 / 2**11, 2.0**-5)):
+        model = Model({"a": 0.1 / 64})
+        found = calibrate_ladders({"a": Ladder(LADDER, spare)}, model.run, model.loss, allowed)
+        expected = max(LADDER.index(largest) - spare, 0)
+        assert found.thresholds == {"a": LADDER[expected]}
+        assert len(model.alone) <= Ladder(LADDER, spare).most_runs
+    model = Model({"a": 0.1 / 64})
+    alone = calibrate_ladders(
+        {"a": Ladder(LADDER, spare)}, lambda n, c: Trial(model.factors[n] * c, float(c >= 64.0)), model.loss, 0.2
+    )
+    assert alone.thresholds == {"a": 0.0}
+    assert (
+        alone.reasons["a"]
+        == f"c = {64 / 2**spare:g} skips nothing here, and larger ones are too near 64, the largest that fits"
+    )
 
 
 def test_a_layer_that_skips_nothing_gets_no_threshold() -> None:

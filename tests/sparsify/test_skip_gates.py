@@ -18,8 +18,8 @@ from skip_runs import inputs_options, outputs_of, run, simulate_limits, simulate
 
 from stof import cli
 from stof.execution.session_process import session_environment
-from stof.runtime.skip_counts import skips_scores
-from stof.skip_scores import apply
+from stof.runtime.skip_counts import leaves_out
+from stof.thresholds import apply
 
 
 @pytest.fixture(name="limits")
@@ -97,7 +97,7 @@ def test_calibration_on_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert min(skip["cosines"].values()) >= 0.98
     text = capsys.readouterr().out
     assert f"c = {rows[0]['threshold']:g}, calibrated; at most" in text
-    assert "loss on 2 sets of inputs: cosine of output" in text
+    assert "loss on 2 sets of inputs: 1 - cosine of output" in text
     assert "OUTPUTS CHANGE: --sparsify skips by score in 2 of 2 attentions" in page.read_text()
     assert f"alone: {100 * rows[0]['share']:.2f} % of the pairs skipped" in page.read_text()
 
@@ -184,7 +184,7 @@ def test_a_plan_keeps_what_was_calibrated(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 REAL = pytest.mark.skipif(
-    not skips_scores("StofAttention", "cpu"), reason="the library's CPU kernels do not skip by score"
+    not leaves_out("StofAttention", "cpu"), reason="the library's CPU kernels do not skip by score"
 )
 
 

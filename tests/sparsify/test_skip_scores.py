@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from onnx import helper
 from skip_runs import LENGTH, inputs_options, outputs_of, run, simulate_limits, thresholds_of
 
 from stof import cli
+from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdSite
 from stof.execution.session_process import session_environment
 from stof.graph.index import DOMAIN
-from stof.runtime.skip_counts import skips_scores
-from stof.skip_scores import apply, layers
+from stof.runtime.skip_counts import leaves_out
+from stof.thresholds import apply, layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "paged_attention"))
 import paged_models
@@ -52,7 +52,7 @@ def test_an_encoder_gets_thresholds(padding: bool, tmp_path: Path, capsys: pytes
     assert list(found.values()) == [3, 0.5, 0.5]
     assert [row["node"] for row in report["skip_scores"]["layers"]] == list(found)
     changed = onnx.load(target)
-    assert {e.key: e.value for e in changed.metadata_props}[layers.METADATA].startswith("outputs change; layer0")
+    assert {e.key: e.value for e in changed.metadata_props}[SKIP_SCORES.metadata].startswith("outputs change; layer0")
     onnx.checker.check_model(changed)
 
     assert cli.main([str(model), "-o", str(tmp_path / "exact.onnx")]) == 0
@@ -61,7 +61,7 @@ def test_an_encoder_gets_thresholds(padding: bool, tmp_path: Path, capsys: pytes
         kept = [a for a in node.attribute if a.name != "skip_threshold"]
         del node.attribute[:]
         node.attribute.extend(kept)
-    kept_entries = [e for e in changed.metadata_props if e.key != layers.METADATA]
+    kept_entries = [e for e in changed.metadata_props if e.key != SKIP_SCORES.metadata]
     del changed.metadata_props[:]
     changed.metadata_props.extend(kept_entries)
     assert changed == exact
@@ -165,7 +165,7 @@ def test_kernels_of_some_operators_skip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where none of the model's attentions can skip, that is an error with the reason."""
-    monkeypatch.setattr(layers, "skips_scores", lambda op, target: op == "StofCachedAttention")
+    monkeypatch.setattr(layers, "leaves_out", lambda op, target, kind: op == "StofCachedAttention")
     status, target, _ = run(tmp_path, skip_models.encoder(tmp_path / "model.onnx"), "skip-scores(threshold=2)")
     assert status == 1
     expected = "no attention can skip by score: no kernel of StofAttention skips by score on target cpu"
@@ -179,7 +179,7 @@ def test_the_cpu_measures_for_cuda(
 ) -> None:
     """A loss that the CPU's kernels cannot show is warned of, and nothing is calibrated on them."""
     for module in (layers, apply):
-        monkeypatch.setattr(module, "skips_scores", lambda op, target: target == "cuda")
+        monkeypatch.setattr(module, "leaves_out", lambda op, target, kind: target == "cuda")
     model = skip_models.encoder(tmp_path / "model.onnx")
     options = ["--target", "cuda", *inputs_options(tmp_path, 1)]
     status, target, report = run(tmp_path, model, "skip-scores(threshold=0.125)", *options, "--force")
@@ -207,7 +207,7 @@ def test_thresholds_that_change_the_rewrite_are_found(
 ) -> None:
     """With skipping off the file has to give the bits of the verified model."""
 
-    def put(model: onnx.ModelProto, thresholds: Mapping[str, float]) -> onnx.ModelProto:
+    def put(model: onnx.ModelProto, thresholds: layers.Thresholds) -> onnx.ModelProto:
         copy = layers.put_thresholds(model, thresholds)
         node = next(n for n in copy.graph.node if n.domain == DOMAIN and n.op_type == "StofAttention")
         next(a for a in node.attribute if a.name == "scale").f *= 1.001
@@ -232,9 +232,9 @@ def test_an_attention_of_two_nodes_is_one_layer(limits: None) -> None:
     from stof.sparsify.spec import parse_spec
     from stof.targets import CPU
 
-    found = layers.find_layers(model, parse_spec("skip-scores(threshold=4,layers=0)"), CPU)
+    found = layers.find_layers(model, parse_spec("skip-scores(threshold=4,layers=0)"), SKIP_SCORES, CPU)
     assert [(x.name, x.layer, x.reason) for x in found] == [("x", 0, ""), ("x_2", 1, "--sparsify leaves it exact")]
-    changed = layers.put_thresholds(model, {"x": 4.0})
+    changed = layers.put_thresholds(model, {ThresholdSite(SKIP_SCORES, "x"): 4.0})
     assert [[a.f for a in n.attribute] for n in changed.graph.node] == [[4.0], [4.0], []]
 
 
@@ -278,7 +278,7 @@ def test_sessions_have_their_own_environment(tmp_path: Path, monkeypatch: pytest
     session_process.end_process()
 
 
-@pytest.mark.skipif(skips_scores("StofAttention", "cpu"), reason="the library's CPU kernels skip by score")
+@pytest.mark.skipif(leaves_out("StofAttention", "cpu"), reason="the library's CPU kernels skip by score")
 def test_a_library_that_skips_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, _ = run(tmp_path, skip_models.encoder(tmp_path / "model.onnx"), "skip-scores(threshold=1)")
     assert status == 1

@@ -6,90 +6,30 @@ Texts have 2048 bytes, and 4096 with STOF_TEST_ALL=1. ``models/README.md`` says 
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 from skip_runs import run, thresholds_of
+from trained_runs import ALL, COUNT, LENGTH, NAMES, evaluate, measured_options, session, texts_of, write_model
 
 import stof
-from stof.runtime.skip_counts import skips_scores
-from stof.skip_scores.layers import put_thresholds
+from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdSite
+from stof.runtime.skip_counts import leaves_out
+from stof.thresholds.layers import put_thresholds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models" / "trained"))
 from retrieval_models import build_model
-from retrieval_texts import ANSWER, Texts, draw_documents, draw_prompts, draw_votes, pad_documents
+from retrieval_texts import draw_documents, draw_votes, pad_documents
 
-ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
-LENGTH, COUNT = (4096, 200) if ALL else (2048, 24)
-NAMES = ("prompts", "documents")
-DRAW = {"prompts": draw_prompts, "documents": draw_documents}
 LARGEST = 4194304.0  # threshold that the option takes
 REAL = pytest.mark.skipif(
-    not skips_scores("StofAttention", "cpu"), reason="the library's CPU kernels do not skip by score"
+    not leaves_out("StofAttention", "cpu"), reason="the library's CPU kernels do not skip by score"
 )
-
-
-def session(model: Path | onnx.ModelProto) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    stof.register(options)
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-
-
-def texts_of(name: str, length: int, count: int, seed: int) -> list[Texts]:
-    """One text a batch."""
-    rng = np.random.default_rng(seed)
-    return [DRAW[name](rng, 1, length) for _ in range(count)]
-
-
-def feed_of(texts: Texts, name: str) -> dict[str, np.ndarray]:
-    return {"input_ids": texts.ids} | ({} if name == "prompts" else {"attention_mask": np.ones_like(texts.ids)})
-
-
-def right_answers(logits: np.ndarray, texts: Texts, name: str) -> np.ndarray:
-    """Which queries of a batch of one text are answered: the last or first one, then those within a prompt."""
-    found = logits[0].argmax(-1)
-    if name == "documents":
-        return np.array([(found == texts.answers[0]).all()])
-    within = texts.asked[0] >= 0
-    ends = np.append(len(found) - ANSWER - 1, texts.asked[0, within] + 4)  # of the byte before an answer
-    expected = np.concatenate([texts.answers[:1], texts.asked_answers[0, within]])
-    return np.asarray((found[ends[:, None] + np.arange(ANSWER)] == expected).all(1))
-
-
-def evaluate(model: Path | onnx.ModelProto, name: str, texts: Sequence[Texts]) -> tuple[float, float]:
-    """The share of right answers, and of the pairs that were skipped."""
-    made = session(model)
-    stof.reset_skip_counts()
-    right = [right_answers(made.run(["logits"], feed_of(t, name))[0], t, name) for t in texts]
-    counts = stof.skip_counts()
-    return float(np.concatenate(right).mean()), counts.share if counts.scored else 0.0
-
-
-def write_model(folder: Path, name: str) -> Path:
-    path = folder / f"{name}.onnx"
-    onnx.save(build_model(name), path)
-    return path
-
-
-def measured_options(folder: Path, name: str, texts: Sequence[Texts]) -> list[str]:
-    """``--prompts`` or ``--inputs`` with texts."""
-    if name == "prompts":
-        np.save(folder / "texts.npy", np.concatenate([t.ids for t in texts]))
-        return ["--prompts", str(folder / "texts.npy")]
-    sets = folder / "sets"
-    sets.mkdir(exist_ok=True)
-    for i, t in enumerate(texts):
-        np.savez(sets / f"{i}.npz", **feed_of(t, name))
-    return ["--inputs", str(sets)]
 
 
 def windowed(name: str, width: int, length: int) -> onnx.ModelProto:
@@ -204,7 +144,7 @@ def test_a_threshold_that_loses_votes_is_refused(tmp_path: Path, capsys: pytest.
     dense = tmp_path / "dense.onnx"
     stof.optimize(path, dense, verify=False)
     exact, _ = evaluate(dense, "documents", texts)
-    layers = [n.name for n in onnx.load(dense).graph.node if n.op_type == "StofAttention"]
+    layers = [ThresholdSite(SKIP_SCORES, n.name) for n in onnx.load(dense).graph.node if n.op_type == "StofAttention"]
     broken, _ = evaluate(put_thresholds(onnx.load(dense), dict.fromkeys(layers, LARGEST)), "documents", texts)
     assert broken <= exact - 0.15
 

@@ -18,13 +18,14 @@ from tests.helpers.cpu_isas import CPU_ISAS
 import stof
 from bench.options import make_parser
 from stof import Options, cli, plan
+from stof.arguments.threshold_kinds import SKIP_SCORES
 from stof.bench import cli as bench_cli
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
 from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
 from stof.sparsify.report import SparsifiedSite, SparsityReport
-from stof.sparsify.skip_report import SkippedLayer, SkipReport
+from stof.sparsify.threshold_report import ThresholdReport, ThresholdRow
 from stof.tuning_cache import EarlierMeasurements
 from stof.unpadding.report import UnpadReport
 from stof.verification.model_times import ModelTimes, RunTimes
@@ -188,7 +189,8 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     predicted = (asdict(PredictionReport("", 0)), MlpSection(spec="p.npz").to_json()["sparse_mlp"])
     bucket = Bucket(0, 1, 1, 0.0, 1.0)
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
-    skip = SkipReport([SkippedLayer("", 0, False)]).to_json()
+    skip = ThresholdReport((SKIP_SCORES,), [ThresholdRow(SKIP_SCORES, "", 0, False)]).to_json(SKIP_SCORES)
+    assert skip is not None
     sparsified = (
         sparsity,
         sparsity["sites"][0],

@@ -14,9 +14,6 @@ from typing import Any
 from stof.errors import ArgumentError, shown
 
 Check = Callable[[str, Any], Any]
-# What attention operators take as skip_threshold, an fp32 number, besides 0.
-LEAST_SKIP_THRESHOLD = 2.0**-126
-MOST_SKIP_THRESHOLD = float(1 << 22)
 _MOST_SHOWN = 60  # characters of a value
 
 

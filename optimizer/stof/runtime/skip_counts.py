@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skip by score: how much attention left out in this process."""
+"""How much attention left out in this process, by skip by score and choose blocks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
 from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 
 
@@ -25,7 +26,7 @@ class SkipCounts:
 
     @property
     def share(self) -> float:
-        """The share of the scored pairs that was left out, 0 to 1; 0 where there were none."""
+        """The share of these pairs that was left out, 0 to 1; 0 where there were none."""
         return self.skipped / self.scored if self.scored else 0.0
 
 
@@ -53,14 +54,14 @@ def reset_skip_counts() -> None:
     _function("stof_reset_skip_counts")()
 
 
-def skips_scores(op: str, target: str) -> bool:
-    """Whether kernels of an attention operator read ``skip_threshold`` on a target of ``--target``.
+def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
+    """Whether kernels of an attention operator read the threshold of a kind on a target of ``--target``.
 
     Raises:
         LibraryError: without a library, and for one that does not state its limits.
     """
     limits = op_limits().get(op, {}).get("targets", {}).get(target, {})
-    return bool(limits.get("skips_scores", False))
+    return bool(limits.get(kind.limit, False))
 
 
 def _function(name: str) -> Callable[..., None]:

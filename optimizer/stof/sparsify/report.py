@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
 from stof.sparsify.patterns import Pattern
-from stof.sparsify.skip_report import SkipReport, number_ranges
+from stof.sparsify.threshold_report import ThresholdReport, number_ranges
 
 _NO_INPUT = "no operator took it, and PagedAttention has no input for a pattern"
 
@@ -72,8 +73,8 @@ class SparsityReport:
         rows: a row for each attention that it could be for.
         loss: measured on whole prompts; None where there were none.
         decode_loss: measured on single tokens over the cache; None where there is none.
-        has_patterns: whether the option names a pattern, not skip by score alone.
-        skip: what skip by score does; None: the option does not name it.
+        has_patterns: whether the option names a pattern, not thresholds alone.
+        threshold_report: what thresholds do; None: the option names none.
     """
 
     spec: str
@@ -81,17 +82,17 @@ class SparsityReport:
     loss: Loss | None = None
     decode_loss: Loss | None = None
     has_patterns: bool = True
-    skip: SkipReport | None = None
+    threshold_report: ThresholdReport | None = None
 
     @property
     def changes_outputs(self) -> bool:
-        """Whether an attention has a pattern, or skips by score."""
-        return self.sparsified > 0 or (self.skip is not None and self.skip.skipping > 0)
+        """Whether an attention has a pattern, or a threshold."""
+        return self.sparsified > 0 or (self.threshold_report is not None and self.threshold_report.skipping > 0)
 
     @property
-    def skip_thresholds(self) -> Mapping[str, float]:
-        """Those of skip by score, by the names of operators; empty without it, and where a layer is not calibrated yet."""
-        return {} if self.skip is None or self.skip.must_calibrate else self.skip.thresholds
+    def thresholds(self) -> Mapping[ThresholdKind, Mapping[str, float]]:
+        """Those of each kind by the names of operators; empty without any, and where one is not calibrated yet."""
+        return {} if self.threshold_report is None else self.threshold_report.by_plan()
 
     @property
     def sparsified(self) -> int:
@@ -104,8 +105,8 @@ class SparsityReport:
         if not self.changes_outputs:
             return "--sparsify changes nothing"
         pattern = f"puts a pattern on {self.sparsified} of {len(self.rows)} attentions" if self.sparsified else ""
-        skip = "" if self.skip is None else self.skip.headline
-        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skip)))}"
+        skipped = "" if self.threshold_report is None else self.threshold_report.headline
+        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skipped)))}"
 
     def mark_written(self, replaced: Collection[str], reason: str) -> None:
         """Says which attentions an operator took.
@@ -114,8 +115,8 @@ class SparsityReport:
             replaced: their names. None: no model with patterns is written.
             reason: for attentions without a pattern then.
         """
-        if not replaced and self.skip is not None:
-            self.skip.mark_unwritten(reason)
+        if not replaced and self.threshold_report is not None:
+            self.threshold_report.mark_unwritten(reason)
         if not replaced:
             self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
         self.rows = [
@@ -132,19 +133,19 @@ class SparsityReport:
         report_lines = [line for group in groups.values() for line in _group_lines(group)]
         if not self.rows and self.has_patterns:
             report_lines = ["  the model has no attention that takes the pattern"]
-        if self.skip is not None:
-            report_lines += self.skip.lines()
+        if self.threshold_report is not None:
+            report_lines += self.threshold_report.lines()
         if self.changes_outputs:
             measured = [line for lines in self._loss_lines() for line in lines]
-            measured += [] if self.skip is None else self.skip.loss_lines()
-            files = "--prompts FILE" if self.skip is None else "--prompts FILE or --inputs FILE"
+            measured += [] if self.threshold_report is None else self.threshold_report.loss_lines()
+            files = "--prompts FILE" if self.threshold_report is None else "--prompts FILE or --inputs FILE"
             report_lines += measured or [f"loss: not measured; {files} measures it"]
         return report_lines
 
     @property
     def loss_headlines(self) -> list[str]:
         """A line for each loss that was measured."""
-        on_inputs = [] if self.skip is None else self.skip.loss_lines()
+        on_inputs = [] if self.threshold_report is None else self.threshold_report.loss_lines()
         return [*(lines[0] for lines in self._loss_lines()), *on_inputs]
 
     def _loss_lines(self) -> list[list[str]]:
@@ -159,7 +160,7 @@ class SparsityReport:
             "sites": [asdict(row) for row in self.rows],
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
-            "skip_scores": None if self.skip is None else self.skip.to_json(),
+            **{k.key: None if self.threshold_report is None else self.threshold_report.to_json(k) for k in KINDS},
         }
 
 

@@ -7,10 +7,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from stof.arguments.threshold_kinds import SKIP_SCORES
 from stof.sparsify.measure import PatternFacts, measure_pattern
 from stof.sparsify.patterns import HeadCounts, Pattern
 from stof.sparsify.report import SparsifiedSite, SparsityReport
-from stof.sparsify.spec import SparsitySpec
+from stof.sparsify.spec import SparsitySpec, ThresholdClause
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,17 @@ def digest_of(sparsity: Sparsity | None, spec: SparsitySpec | None) -> str:
 
     Args:
         sparsity: patterns; None: there are none.
-        spec: what it says of skip by score; None: nothing.
+        spec: what it says of thresholds; None: nothing.
     """
     patterns = "" if sparsity is None else sparsity.digest
     if spec is None:
         return patterns
-    text = repr((patterns, spec.skip_clauses))
+    clauses = [_text_of(c) for c in spec.threshold_clauses]
+    text = f"({patterns!r}, ({', '.join(clauses)}{',' if len(clauses) == 1 else ''}))"
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _text_of(clause: ThresholdClause) -> str:
+    """A clause as the plans of earlier versions hashed it."""
+    name = "SkipClause" if clause.kind is SKIP_SCORES else clause.kind.clause
+    return f"{name}(threshold={clause.threshold!r}, layers={clause.layers!r}, dense_layers={clause.dense_layers!r})"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stof.arguments.checks import LEAST_SKIP_THRESHOLD, MOST_SKIP_THRESHOLD
 from stof.arguments.slices import Slice
+from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.sparsify.clause_text import ClauseFields, split_named, split_outside_quotes
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
@@ -34,11 +34,12 @@ from stof.symbolic import LONGEST
 
 _LAYERS = ("layers", "dense_layers")
 _SCOPES = (*_LAYERS, "heads", "active_heads")
-_SKIP = "skip-scores"
+_KIND_OF = {kind.clause: kind for kind in KINDS}
 _AUTO = "auto"
 _MOST_TEXT = 1 << 16
 _EXPECTED = (
-    's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores or the path of a pattern file'
+    's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores, choose-blocks or the path of a pattern '
+    "file"
 )
 
 
@@ -101,15 +102,17 @@ class Clause:
 
 
 @dataclass(frozen=True)
-class SkipClause:
-    """Skip by score, and the layers that do it.
+class ThresholdClause:
+    """Skip by score or choose blocks, and the layers that do it.
 
     Attributes:
-        threshold: the operators' ``skip_threshold``, above 0; None: calibrated for each layer.
+        kind: which of both.
+        threshold: the operators' attribute, above 0; None: calibrated for each layer.
         layers: those that it is for; empty: all.
-        dense_layers: those that compute every key tile.
+        dense_layers: those that leave out nothing.
     """
 
+    kind: ThresholdKind
     threshold: float | None = None
     layers: tuple[Slice, ...] = ()
     dense_layers: tuple[Slice, ...] = ()
@@ -122,12 +125,12 @@ class SparsitySpec:
     Attributes:
         text: as the user wrote it.
         clauses: of patterns, in order.
-        skip_clauses: of skip by score, in order. They join patterns: a layer may have both.
+        threshold_clauses: of skip by score and of choose blocks, in order. They join patterns: a layer may have all three.
     """
 
     text: str
     clauses: tuple[Clause, ...]
-    skip_clauses: tuple[SkipClause, ...] = ()
+    threshold_clauses: tuple[ThresholdClause, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -169,18 +172,23 @@ class SparsitySpec:
             parts.append((some, pattern))
         return build_pattern(parts, heads) if parts else None
 
-    def skip_clauses_of_layers(self, count: int) -> tuple[SkipClause | None, ...]:
-        """The clause of skip by score for each of so many layers; None where a layer computes every key tile.
+    @property
+    def threshold_kinds(self) -> tuple[ThresholdKind, ...]:
+        """The kinds of thresholds that it names."""
+        return tuple(kind for kind in KINDS if any(c.kind is kind for c in self.threshold_clauses))
+
+    def threshold_clauses_of_layers(self, kind: ThresholdKind, count: int) -> tuple[ThresholdClause | None, ...]:
+        """The clause of a kind for each of so many layers; None where a layer leaves out nothing.
 
         Raises:
             ArgumentError: when clauses meet, or are for other layers.
         """
-        found: list[SkipClause | None] = [None] * count
-        for clause in self.skip_clauses:
+        found: list[ThresholdClause | None] = [None] * count
+        for clause in (c for c in self.threshold_clauses if c.kind is kind):
             for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
                 if found[layer] is not None:
                     raise ArgumentError(
-                        f"--sparsify: two {_SKIP} clauses are for layer {layer}; part them by layers= or dense_layers="
+                        f"--sparsify: two {kind.clause} clauses are for layer {layer}; part them by layers= or dense_layers="
                     )
                 found[layer] = clause
         return tuple(found)
@@ -200,7 +208,7 @@ def parse_spec(text: str) -> SparsitySpec:
         raise ArgumentError(
             f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
         )
-    return SparsitySpec(text, clauses, tuple(c for c in parsed if isinstance(c, SkipClause)))
+    return SparsitySpec(text, clauses, tuple(c for c in parsed if isinstance(c, ThresholdClause)))
 
 
 def _chosen_layers(layers: Sequence[Slice], dense_layers: Sequence[Slice], count: int) -> set[int]:
@@ -217,18 +225,20 @@ def _own_heads(some: Slice, heads: HeadCounts) -> range:
     return range(start, stop)
 
 
-def _parse_clause(text: str) -> Clause | SkipClause:
+def _parse_clause(text: str) -> Clause | ThresholdClause:
     if not text:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
     items = split_outside_quotes(text, ",")
     path = Path(items[0].strip())
     is_path = _exists(path)
-    if not is_path and (named := split_named(text, (*_PATTERNS, _SKIP))) is not None:
+    if not is_path and (named := split_named(text, (*_PATTERNS, *_KIND_OF))) is not None:
         name, fields = named
-        return _read_skip(text, fields) if name == _SKIP else _read_pattern(text, fields, _PATTERNS[name])
+        if name in _KIND_OF:
+            return _read_threshold(text, fields, _KIND_OF[name])
+        return _read_pattern(text, fields, _PATTERNS[name])
     key = items[0].partition("=")[0].strip()
     if is_path or "=" not in items[0]:
-        if not is_path and key in (*_PATTERNS, _SKIP):
+        if not is_path and key in (*_PATTERNS, *_KIND_OF):
             raise ArgumentError(f"--sparsify {text!r}: the fields of {key} are written {key}(key=value,...)")
         file_fields = ClauseFields(text, items[1:], ())
         options = {k: v for k, v in file_fields.values.items() if k not in _SCOPES}
@@ -254,7 +264,7 @@ def _read_pattern(text: str, items: Sequence[str], kind: _PatternKind) -> Clause
     return _make_clause(fields, kind.read(fields))
 
 
-def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
+def _read_threshold(clause: str, items: Sequence[str], kind: ThresholdKind) -> ThresholdClause:
     fields = ClauseFields(clause, items, ("threshold", *_LAYERS))
     text = fields.values.get("threshold", _AUTO)
     threshold: float | None = None
@@ -263,11 +273,9 @@ def _read_skip(clause: str, items: Sequence[str]) -> SkipClause:
             threshold = float(text)
         except ValueError:
             threshold = math.nan
-        if not LEAST_SKIP_THRESHOLD <= threshold <= MOST_SKIP_THRESHOLD:
-            raise fields.error(
-                "threshold", f"{_AUTO} or a number from {LEAST_SKIP_THRESHOLD:.2g} to {int(MOST_SKIP_THRESHOLD)}"
-            )
-    return SkipClause(threshold, fields.slices("layers"), fields.slices("dense_layers"))
+        if not kind.allows(threshold):
+            raise fields.error("threshold", f"{_AUTO} or {kind.range_words}")
+    return ThresholdClause(kind, threshold, fields.slices("layers"), fields.slices("dense_layers"))
 
 
 def _read_window(fields: ClauseFields) -> WindowPattern:

@@ -44,7 +44,7 @@ STOF_ALWAYS_INLINE bool ChoosesBlocks(const AttentionArgs& args) {
   const ScoreArgs& scores = args.scores;
   return scores.block_threshold > 0.0f && args.shape.S >= kLeastChoosingQueries && scores.bias.data == nullptr &&
          scores.relative_bias.table == nullptr && !scores.has_relative_tables() && !args.relative_value.given() &&
-         args.mask.dynamic == nullptr && !AttendsAllKeys(args.mask.empty_rows);
+         args.mask.dynamic == nullptr && args.mask.empty_rows != EmptyRows::kAll;
 }
 
 // Estimates that are not below it choose. most: the largest estimate of the query patch, NaN not counted; -inf: there

@@ -27,15 +27,21 @@ struct Estimate {
   double low = -kInf, high = -kInf;
 };
 
+bool IsFloat32(double x) { return static_cast<double>(static_cast<float>(x)) == x; }
+
 Patch MeanOf(const std::vector<const double*>& rows, int64_t size, DType dtype) {
   Patch patch;
   patch.exists = !rows.empty();
   const auto count = static_cast<double>(rows.size());
   for (int64_t d = 0; d < size && patch.exists; ++d) {
     double sum = 0, magnitude = 0;
-    for (const double* const row : rows) sum += row[d], magnitude += std::abs(row[d]);
+    bool is_exact = true;  // fp32 holds all sums
+    for (const double* const row : rows) {
+      sum += row[d], magnitude += std::abs(row[d]);
+      is_exact = is_exact && IsFloat32(sum);
+    }
     double mean = sum / count, error = (count + 3) * kUnit * magnitude / count;
-    if (!std::isfinite(mean)) error = 0;
+    if (!std::isfinite(mean) || (is_exact && IsFloat32(mean))) error = 0;
     if (dtype != DType::kF32) {
       // Two numbers of fp32 beside a tie round to neighbours of the type.
       const double low = Rounded(dtype, mean - error), high = Rounded(dtype, mean + error);

@@ -26,6 +26,7 @@ struct ChooseCase {
   // Blocks of kLevelKeys keys have scores of about -levels to levels; of every second kSignRows queries, the negative.
   double levels = 12;
   bool is_ragged = false;  // sequences end before T
+  double key_mean = 0;
 };
 
 std::string Describe(const ChooseCase& c) {
@@ -38,6 +39,7 @@ struct Totals {
 
 void SetLevels(const ChooseCase& choose, Random* random, Dense* dense) {
   const Case& c = choose.base;
+  for (double& x : dense->key) x = choose.key_mean == 0 ? x : Rounded(c.dtype, x + choose.key_mean);
   if (choose.levels == 0 || c.scores != Scores::kDrawn) return;
   double sign = 4, level = 0;
   for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
@@ -68,7 +70,7 @@ std::vector<int32_t> DrawEnds(const ChooseCase& choose, Random* random, Dense* d
 bool MayChoose(const ChooseCase& choose) {
   const Case& c = choose.base;
   return choose.threshold > 0 && c.S >= kBlock && c.T > kBlock && c.bias == Bias::kNone && c.relative == 0 &&
-         (c.mask < 10 || c.mask > 12) && !AttendsAllKeys(c.empty_rows);
+         (c.mask < 10 || c.mask > 12) && c.empty_rows != EmptyRows::kAll;
 }
 
 // Whether the mask that a kernel gets lists a key block for a query block.
@@ -313,6 +315,23 @@ void RunTable(CpuIsa isa) {
   CHECK(uncertain < 0.005, "uncertain ", uncertain);
 }
 
+// Keys differ little beside their mean, so that the rounding of patches to bf16 decides about many blocks.
+void ChooseByRoundedPatches(CpuIsa isa) {
+  ThreadPool pool(3);
+  Totals totals;
+  for (uint64_t seed = 0; seed < 2; ++seed) {
+    ChooseCase choose;
+    Case& c = choose.base;
+    c.B = 1, c.H = 4, c.G = 2, c.S = 384, c.T = 1300, c.D = 64, c.Dv = 16;
+    c.dtype = DType::kBF16, c.spread = 8;
+    choose.levels = 0, choose.threshold = 0.98f, choose.key_mean = 4;
+    Trial(choose, isa, seed, pool.view()).Compare(&totals);
+    CountCases(1);
+  }
+  CHECK(totals.skipped > totals.scored / 20 && totals.uncertain < totals.scored / 20, totals.skipped, " and ",
+        totals.uncertain, " of ", totals.scored);
+}
+
 // Three of ten blocks count: the others are left out, but for the first one and those of the queries.
 void ChooseStatedShare(CpuIsa isa) {
   constexpr int64_t kBlocks = 20, kSize = 64, T = kBlock * kBlocks;
@@ -358,6 +377,31 @@ void ChooseStatedShare(CpuIsa isa) {
   }
 }
 
+// A block of far lower scores with a NaN is chosen, whichever of its patches has it: all rows that attend it are NaN.
+void KeepNan(CpuIsa isa) {
+  constexpr int64_t S = 128, T = 640, kSize = 16;
+  for (int64_t nan = 2 * kBlock + 3; nan < 3 * kBlock; nan += 8) {
+    std::vector<float> query(S * kSize, 1.0f), key(T * kSize, -2.0f), value(T * kSize, 1.0f), output(query.size());
+    std::fill_n(key.begin(), kBlock * kSize, 2.0f);
+    key[static_cast<size_t>(nan * kSize)] = std::numeric_limits<float>::quiet_NaN();
+    AttentionArgs args;
+    args.shape = {1, 1, 1, S, T, kSize, kSize};
+    args.query = {query.data(), {S * kSize, S * kSize, kSize}};
+    args.key = {key.data(), {T * kSize, T * kSize, kSize}};
+    args.value = {value.data(), {T * kSize, T * kSize, kSize}};
+    args.output.data = output.data(), args.output.stride = args.query.stride;
+    args.scores.block_threshold = 0.5f;
+    CpuAttentionConfig config = ChooseCpuAttention(args, 1);
+    config.isa = isa;
+    const Memory workspace = MakeWorkspace(CpuAttentionWorkspace(args, config, 1), 0xff);
+    ResetSkipCounts();
+    CHECK(CpuAttention(args, config, workspace.get(), Parallel{}).ok());
+    CHECK(ReadSkipCounts().skipped == static_cast<uint64_t>(3 * S * kBlock), "key ", nan);
+    for (const float x : output) CHECK(std::isnan(x), "key ", nan, ": ", x);
+    CountCases(1);
+  }
+}
+
 // Beside a skip threshold, a tile that is left out counts as skipped, and others as skip by score counts them.
 void ChooseAndSkip(CpuIsa isa) {
   constexpr int64_t S = 256, T = 2048, kSize = 64;
@@ -394,9 +438,11 @@ void ChooseAndSkip(CpuIsa isa) {
 const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported)                                             \
   {{"ChosenBlocksAreThoseOfTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},   \
+   {"RoundedPatchesChoose[" #name "]", [] { ChooseByRoundedPatches(CpuIsa::id); }},    \
+   {"ANanIsChosen[" #name "]", [] { KeepNan(CpuIsa::id); }},                           \
    {"AStatedShareOfBlocksIsChosen[" #name "]", [] { ChooseStatedShare(CpuIsa::id); }}, \
    {"ChosenBlocksSkipByScore[" #name "]", [] { ChooseAndSkip(CpuIsa::id); }}},
-  static constexpr Test kRows[][3] = {STOF_CPU_ISAS(STOF_TESTS)};
+  static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
   for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
     AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));

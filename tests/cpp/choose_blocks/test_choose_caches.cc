@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/isa.h"
@@ -54,7 +55,7 @@ class CacheTrial {
     p.query = DrawValues(&random, dtype, p.B * p.H * p.S * p.D, 1);
     p.key = DrawValues(&random, dtype, p.B * p.G * p.T * p.D, 1);
     p.value = DrawValues(&random, dtype, p.B * p.G * p.T * p.Dv, 1);
-    for (size_t i = 0; i < p.query.size(); i += kSize) p.query[i] = i / kSize / 40 % 2 == 0 ? 4 : -4;
+    for (size_t i = 0; i < p.query.size(); i += kSize) p.query[i] = i / kSize / 160 % 2 == 0 ? 4 : -4;
     double level = 0;
     for (size_t i = 0; i < p.key.size(); i += kSize) {
       if (i / kSize % kLevelKeys == 0) level = 24 * static_cast<double>(random.Unit());
@@ -188,13 +189,12 @@ class CacheTrial {
 void ChooseInCaches(CpuIsa isa) {
   uint64_t scored = 0, skipped = 0, uncertain = 0, seed = 0;
   for (const MaskCase& mask : kMasks) {
-    for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-      for (const int64_t S : {128, 200, 384}) {
-        const auto n = static_cast<int32_t>(S);
-        CacheTrial({0, 333, 640}, {n, 333 + n, 640 + n}, S, mask, dtype, false, ++seed)
-            .Check(isa, 0.05f, &scored, &skipped, &uncertain);
-        CountCases(1);
-      }
+    for (const auto& [dtype, S] : {std::pair(DType::kF32, int64_t{128}), std::pair(DType::kF32, int64_t{384}),
+                                   std::pair(DType::kF16, int64_t{200}), std::pair(DType::kBF16, int64_t{200})}) {
+      const auto n = static_cast<int32_t>(S);
+      CacheTrial({0, 333, 640}, {n, 333 + n, 640 + n}, S, mask, dtype, false, ++seed)
+          .Check(isa, 0.05f, &scored, &skipped, &uncertain);
+      CountCases(1);
     }
     // A padded first prompt, and int8.
     CacheTrial({0, 0}, {300, 140}, 300, mask, DType::kF32, false, ++seed)

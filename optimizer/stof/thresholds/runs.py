@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of an optimized model with thresholds of skip by score, compared with the same model without."""
+"""Runs of an optimized model with one threshold, compared with the same model without."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Protocol
 import numpy as np
 import onnx
 
+from stof.arguments.threshold_kinds import ThresholdSite
 from stof.execution.ort_sessions import Sessions
 from stof.execution.session_process import take_skip_counts
 from stof.graph.protobuf import copy_model
 from stof.prompts.loss import LossMeter
-from stof.skip_scores.calibrate import Trial
-from stof.skip_scores.layers import add_lse_outputs, put_thresholds
+from stof.thresholds.calibrate import Trial
+from stof.thresholds.layers import add_lse_outputs, put_thresholds
 
 Feed = Mapping[str, np.ndarray]
 _MOST_BYTES = 1 << 30  # of the exact model's outputs that are kept; beyond it they are computed again
@@ -24,8 +25,8 @@ _MOST_BYTES = 1 << 30  # of the exact model's outputs that are kept; beyond it t
 class Meter(Protocol):
     """Compares outputs of two models on several sets of inputs."""
 
-    def add(self, original: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
-        """Adds the outputs of one set."""
+    def add(self, original: Sequence[np.ndarray], result: Sequence[np.ndarray], feed: Feed) -> None:
+        """Adds the outputs of one set of inputs."""
 
     def loss(self) -> float:
         """The loss of all of them."""
@@ -37,7 +38,7 @@ class KlMeter:
     def __init__(self) -> None:
         self._meter = LossMeter()
 
-    def add(self, original: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
+    def add(self, original: Sequence[np.ndarray], result: Sequence[np.ndarray], feed: Feed) -> None:
         one, other = original[0], result[0]
         one, other = (x.reshape(-1, x.shape[-1]) for x in (one, other))
         self._meter.add(one, other, np.arange(len(one)))
@@ -48,7 +49,7 @@ class KlMeter:
 
 @dataclass(frozen=True)
 class LayerTrial(Trial):
-    """What runs found in which one layer skips.
+    """What runs found in which one layer leaves out keys, in one way.
 
     Attributes:
         mass_kept: the mean share of the softmax's mass that it computed; None: the layer cannot tell.
@@ -57,13 +58,13 @@ class LayerTrial(Trial):
     mass_kept: float | None
 
 
-class SkipRuns:
+class ThresholdRuns:
     """Runs over sets of inputs, with the exact model as the reference.
 
     Args:
         sessions: makes sessions.
-        exact: the optimized model, which computes every key tile.
-        layers: the names of attentions that may skip.
+        exact: the optimized model, which leaves out nothing.
+        layers: the names of attentions that may leave out keys.
         feeds: gives each set of inputs.
         outputs: those that are compared.
         new_meter: compares them.
@@ -95,11 +96,12 @@ class SkipRuns:
         self._reference = sessions.make(reference, optimized=True, library=True)
         self.count = 0
 
-    def run(self, layer: str, threshold: float) -> LayerTrial:
-        """Runs where one layer alone skips."""
+    def run(self, site: ThresholdSite, threshold: float) -> LayerTrial:
+        """Runs with one threshold alone."""
         self.count += 1
         self._say(self.count)
-        model = put_thresholds(self._exact, {layer: threshold})
+        layer = site.name
+        model = put_thresholds(self._exact, {site: threshold})
         lse_outputs = list(add_lse_outputs(model, [layer]).values()) if layer in self._lse_outputs else []
         session = self._sessions.make(model, optimized=True, library=True)
         take_skip_counts()  # none of what ran before
@@ -107,8 +109,9 @@ class SkipRuns:
         masses: list[np.ndarray] = []
         for i, feed in enumerate(self._feeds):
             exact = self._exact_outputs(i)
-            found = session.run([*self._outputs, *lse_outputs], feed())
-            meter.add(exact[: len(self._outputs)], found[: len(self._outputs)])
+            arrays = feed()
+            found = session.run([*self._outputs, *lse_outputs], arrays)
+            meter.add(exact[: len(self._outputs)], found[: len(self._outputs)], arrays)
             if lse_outputs:
                 place = len(self._outputs) + list(self._lse_outputs).index(layer)
                 masses.append(_mass_kept(exact[place], found[-1]))

@@ -1,44 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of skip by score: the threshold of each attention, what it leaves out, and what that costs."""
+"""What the report says of skip by score and choose blocks: thresholds, what each leaves out, what it costs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from stof.arguments.threshold_kinds import ThresholdKind, ThresholdSite
 
 KL, COSINE = "kl", "cosine"
 
 
 @dataclass(frozen=True)
-class SkippedLayer:
-    """An attention that became an operator.
+class ThresholdRow:
+    """An attention that became an operator, and a kind of threshold.
 
     Attributes:
+        kind: skip by score or choose blocks.
         node: the operator's name.
         layer: its index among the attentions that are operators, in the order of the graph.
-        skips: whether it skips by score.
+        skips: whether it leaves out keys in this way.
         reason: why it does not.
-        threshold: c; 0: every key tile is computed, or it is not calibrated yet.
+        threshold: c; 0: nothing is left out, or it is not calibrated yet.
         is_calibrated: whether runs chose the threshold.
-        mass_bound: the share of a row's mass that it leaves out at most, c / (1 + c).
-        share: of the pairs of queries and keys that were scored, those skipped where this layer alone skips; None: not
-            measured.
-        loss: where this layer alone skips: the mean KL divergence in nats, or 1 minus the cosine; None: not measured.
+        mass_bound: the share of a row's mass that c leaves out at most; None: c is no bound of it.
+        share: of the pairs of queries and keys that masks leave, those left out with this threshold alone; None: not measured.
+        loss: with this threshold alone: the mean KL divergence in nats, or 1 minus the cosine; None: not measured.
         mass_kept: the mean share of the softmax's mass that was computed then; None: not measured.
     """
 
+    kind: ThresholdKind
     node: str
     layer: int
     skips: bool
     reason: str = ""
     threshold: float = 0.0
     is_calibrated: bool = False
-    mass_bound: float = 0.0
+    mass_bound: float | None = None
     share: float | None = None
     loss: float | None = None
     mass_kept: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Every fact by its key; ``mass_bound`` where the kind has one."""
+        keys = (
+            "node",
+            "layer",
+            "skips",
+            "reason",
+            "threshold",
+            "is_calibrated",
+            "mass_bound",
+            "share",
+            "loss",
+            "mass_kept",
+        )
+        found = {key: getattr(self, key) for key in keys}
+        if not self.kind.bounds_mass:
+            del found["mass_bound"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -64,18 +86,19 @@ class OutputCosines:
         """For people."""
         name, cosine = self.least
         sets = f"{self.sets} set{'' if self.sets == 1 else 's'} of inputs"
-        return f"loss on {sets}: cosine of output {name!r} with the original's {cosine:.6f}"
+        return f"loss on {sets}: 1 - cosine of output {name!r} with the original's: {1 - cosine:.3g}"
 
 
 @dataclass
-class SkipReport:
-    """What skip by score does in a model.
+class ThresholdReport:
+    """What thresholds do in a model.
 
     Attributes:
-        rows: one for each attention that became an operator.
-        thresholds: those that are known, by the names of operators, for a plan; 0: every key tile is computed.
+        kinds: of those that the option names.
+        rows: for each kind, one for each attention that became an operator.
+        thresholds: those that are known, for a plan; 0: nothing is left out.
         measure: of ``loss`` in rows: ``kl``, ``cosine``, or empty where nothing was measured.
-        share: of the pairs scored in layers that skip, those skipped with all thresholds; None: not measured.
+        share: of the pairs that masks leave in layers with thresholds, those left out with all of them; None: not measured.
         cosines: of outputs, on ``--inputs``; None: not measured.
         calibrated_on: what thresholds were calibrated on; empty where none was.
         measured_on: what the loss in all was measured on; empty where it was not.
@@ -83,8 +106,9 @@ class SkipReport:
         warnings: what makes the measurement weak.
     """
 
-    rows: list[SkippedLayer] = field(default_factory=list)
-    thresholds: Mapping[str, float] = field(default_factory=dict)
+    kinds: tuple[ThresholdKind, ...] = ()
+    rows: list[ThresholdRow] = field(default_factory=list)
+    thresholds: Mapping[ThresholdSite, float] = field(default_factory=dict)
     measure: str = ""
     share: float | None = None
     cosines: OutputCosines | None = None
@@ -95,7 +119,7 @@ class SkipReport:
 
     @property
     def skipping(self) -> int:
-        """How many attentions skip."""
+        """How many thresholds leave out keys."""
         return sum(row.skips for row in self.rows)
 
     @property
@@ -105,22 +129,40 @@ class SkipReport:
 
     @property
     def headline(self) -> str:
-        """For the report's first line, behind the name of the option; empty where nothing skips."""
-        return f"skips by score in {self.skipping} of {len(self.rows)} attentions" if self.skipping else ""
+        """For the report's first line, behind the name of the option; empty where nothing is left out."""
+        texts = []
+        for kind in self.kinds:
+            rows = self._rows_of(kind)
+            if skipping := sum(row.skips for row in rows):
+                texts.append(f"{kind.third_person} in {skipping} of {len(rows)} attentions")
+        return " and ".join(texts)
+
+    def by_plan(self) -> dict[ThresholdKind, dict[str, float]]:
+        """The thresholds of each kind as a plan has them; empty where one is not calibrated yet."""
+        if self.must_calibrate:
+            return {}
+        found = {k: {site.name: c for site, c in self.thresholds.items() if site.kind is k} for k in self.kinds}
+        return {kind: thresholds for kind, thresholds in found.items() if thresholds}
 
     def mark_unwritten(self, reason: str) -> None:
-        """Says that no model that skips is written."""
+        """Says that no model with thresholds is written."""
         self.thresholds = {}
-        self.rows = [replace(SkippedLayer(r.node, r.layer, False), reason=r.reason or reason) for r in self.rows]
+        self.rows = [
+            ThresholdRow(
+                r.kind, r.node, r.layer, False, r.reason or reason, mass_bound=0.0 if r.kind.bounds_mass else None
+            )
+            for r in self.rows
+        ]
 
     def lines(self) -> list[str]:
         """A line or two for each kind of row, and what holds for all of them."""
-        groups: dict[SkippedLayer, list[SkippedLayer]] = defaultdict(list)
+        groups: dict[ThresholdRow, list[ThresholdRow]] = defaultdict(list)
         for row in self.rows:
             groups[replace(row, node="", layer=0)].append(row)
         lines = [line for group in groups.values() for line in self._group_lines(group)]
         if not self.rows:
-            return ["  no attention became an operator, which could skip by score"]
+            verbs = " or ".join(kind.verb for kind in self.kinds)
+            return [f"  no attention became an operator, which could {verbs}"]
         if self.calibrated_on:
             lines.append(f"thresholds: calibrated on {self.calibrated_on}, with {self.runs} runs of the model")
         if self.share is not None:
@@ -128,38 +170,42 @@ class SkipReport:
                 f"layers that skip leave out {_percent(self.share)} of their pairs of queries and keys, on {self.measured_on}"
             )
         if self.skipping:
-            lines.append(
-                "STOF_SKIP_SCORES=0 computes every key tile: outputs are then those that verification compares"
-            )
+            unit = next(row.kind.unit for row in self.rows if row.skips)
+            lines.append(f"STOF_SKIP_SCORES=0 computes every {unit}: outputs are then those that verification compares")
         return [*lines, *(f"warning: {words}" for words in self.warnings)]
 
     def loss_lines(self) -> list[str]:
         """The loss on inputs."""
         return [] if self.cosines is None else [self.cosines.line()]
 
-    def _group_lines(self, group: list[SkippedLayer]) -> list[str]:
+    def _rows_of(self, kind: ThresholdKind) -> list[ThresholdRow]:
+        return [row for row in self.rows if row.kind is kind]
+
+    def _group_lines(self, group: list[ThresholdRow]) -> list[str]:
         first, layers = group[0], ", ".join(number_ranges([r.layer for r in group]))
         if not first.skips:
-            return [f"  every key tile in layer {layers}: {first.reason}"]
+            return [f"  every {first.kind.unit} in layer {layers}: {first.reason}"]
         if not first.threshold:
-            return [f"  skip by score in layer {layers}: calibrated where a model is written"]
+            return [f"  {first.kind.verb} in layer {layers}: calibrated where a model is written"]
         chosen = ", calibrated" if first.is_calibrated else ""
-        lines = [
-            f"  skip by score in layer {layers}: c = {first.threshold:g}{chosen}; at most {_percent(first.mass_bound)} of a "
-            "row's mass is left out"
-        ]
+        bound = ""
+        if first.mass_bound is not None:
+            bound = f"; at most {_percent(first.mass_bound)} of a row's mass is left out"
+        lines = [f"  {first.kind.verb} in layer {layers}: c = {first.threshold:g}{chosen}{bound}"]
         if first.loss is not None:
-            loss = f"KL divergence {first.loss:.4g}" if self.measure == KL else f"cosine {1 - first.loss:.6f}"
+            loss = f"KL divergence {first.loss:.4g}" if self.measure == KL else f"1 - cosine {first.loss:.3g}"
             share = "" if first.share is None else f"{_percent(first.share)} of the pairs skipped, "
             kept = "" if first.mass_kept is None else f", {100 * first.mass_kept:.4f} % of the mass kept"
             lines.append(f"        alone: {share}{loss}{kept}")
         return lines
 
-    def to_json(self) -> dict[str, Any]:
-        """Every fact by its key."""
+    def to_json(self, kind: ThresholdKind) -> dict[str, Any] | None:
+        """Every fact of a kind by its key, with what was measured of all; None: the option does not name the kind."""
+        if kind not in self.kinds:
+            return None
         cosines = self.cosines
         return {
-            "layers": [asdict(row) for row in self.rows],
+            "layers": [row.to_json() for row in self._rows_of(kind)],
             "measure": self.measure,
             "share": self.share,
             "cosines": None if cosines is None else dict(cosines.outputs),

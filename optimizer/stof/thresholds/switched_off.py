@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds a model that skips by score to what was verified: with skipping off it computes the same bits as without thresholds."""
+"""Holds a model with thresholds to what was verified: with these off it computes the same bits as without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Feed = Mapping[str, np.ndarray]
 _TOKENS = 4096.0
 
 
-def check_switched_off(sessions: Sessions, exact: onnx.ModelProto, skipping: onnx.ModelProto, feed: Feed) -> None:
+def check_switched_off(
+    sessions: Sessions, exact: onnx.ModelProto, skipping: onnx.ModelProto, feed: Feed, clauses: str
+) -> None:
     """Compares all outputs of both models bit by bit under ``STOF_SKIP_SCORES=0``.
 
     Verification compares the model without thresholds. What is written is the other one: this carries the comparison over.
@@ -29,6 +31,7 @@ def check_switched_off(sessions: Sessions, exact: onnx.ModelProto, skipping: onn
         exact: the model that was verified.
         skipping: the same with thresholds.
         feed: inputs without padding, whose rows an operator may leave undefined.
+        clauses: of --sparsify that have thresholds, for messages.
 
     Raises:
         VerifyError: naming the output.
@@ -45,8 +48,8 @@ def check_switched_off(sessions: Sessions, exact: onnx.ModelProto, skipping: onn
         other = found[1][name]
         if one.dtype != other.dtype or one.shape != other.shape or one.tobytes() != other.tobytes():
             raise VerifyError(
-                f"verification failed: output {name!r} of the model that skips by score is not that of the verified one under "
-                "STOF_SKIP_SCORES=0. Nothing was written; leave skip-scores out, and please report this model"
+                f"verification failed: output {name!r} of the model with thresholds is not that of the verified one under "
+                f"STOF_SKIP_SCORES=0. Nothing was written; leave {clauses} out, and please report this model"
             )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What skip by score is calibrated and measured on: ``--prompts`` or ``--inputs``, of which a part is held out."""
+"""What thresholds are calibrated and measured on: ``--prompts`` or ``--inputs``, of which a part is held out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stof.execution.inputs import InputMaker
 from stof.prompt_runs.feeds import make_prompt_feed
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, has_logits
-from stof.skip_scores.cosines import CosineMeter
-from stof.skip_scores.runs import KlMeter, Meter
+from stof.thresholds.cosines import CosineMeter
+from stof.thresholds.runs import KlMeter, Meter
 
 LEAST_KEYS = 1024  # below which a row group has few key tiles, of which hardly one is skipped
 _MOST_SETS = 8  # that thresholds are calibrated on
@@ -84,7 +84,7 @@ def find_sets(model: onnx.ModelProto, prompts: PromptSet | None, given: Sequence
         if not has_logits(model):
             raise ArgumentError(
                 f"{prompts.source} needs a model with output {LOGITS!r}, which this one has not; --inputs FILE measures "
-                "skip-scores by the cosine of any outputs"
+                "the loss by the cosine of any outputs"
             )
         lengths = tuple(len(ids) for ids in prompts.prompts)
         return MeasuredSets(prompts.source, "prompt", len(prompts.prompts), lengths, (LOGITS,), prompts=prompts.prompts)
@@ -92,7 +92,7 @@ def find_sets(model: onnx.ModelProto, prompts: PromptSet | None, given: Sequence
         return None
     outputs = tuple(o.name for o in model.graph.output if o.type.tensor_type.elem_type in _FLOATS)
     if not outputs:
-        raise ArgumentError("skip-scores is measured on outputs of floating-point numbers, of which the model has none")
+        raise ArgumentError("the loss is measured on outputs of floating-point numbers, of which the model has none")
     labels = list(dict.fromkeys(feed.label for feed in given))
     lengths = tuple(n for feed in given if (n := _keys_of(model, feed)) is not None)
     inputs = tuple(feed.arrays for feed in given)

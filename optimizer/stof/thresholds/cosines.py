@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+_MASK = "attention_mask"
+
 
 @dataclass
 class CosineMeter:
@@ -20,10 +22,22 @@ class CosineMeter:
     names: Sequence[str]
     _cosines: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
-    def add(self, original: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
-        """Adds the outputs of both models, in the order of the names."""
+    def add(
+        self, original: Sequence[np.ndarray], result: Sequence[np.ndarray], feed: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Adds the outputs of both models, in the order of the names.
+
+        Args:
+            original: of one model.
+            result: of the other.
+            feed: what they ran on. Rows of an output [B, S, N] that its ``attention_mask`` [B, S] calls padding do not count.
+        """
+        mask = None if feed is None else feed.get(_MASK)
         for name, one, other in zip(self.names, original, result, strict=True):
-            self._cosines.setdefault(name, []).append(row_cosines(one, other))
+            cosines = row_cosines(one, other)
+            if mask is not None and mask.ndim == 2 and one.ndim == 3 and one.shape[:2] == mask.shape == other.shape[:2]:
+                cosines = cosines[mask.ravel() != 0] if cosines.size == mask.size else cosines
+            self._cosines.setdefault(name, []).append(cosines)
 
     def means(self) -> Mapping[str, float]:
         """The mean cosine of all rows of each output that has some."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives an optimized model its thresholds of skip by score: stated, of a plan, or calibrated; and measures what they cost."""
+"""Gives an optimized model its thresholds: stated, of a plan, or calibrated; and measures what they cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from stof.arguments.threshold_kinds import ThresholdSite
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.ort_sessions import Sessions
@@ -24,53 +25,56 @@ from stof.progress import Progress
 from stof.prompt_runs.limits import prompt_limits
 from stof.prompt_runs.measure_loss import measure_loss
 from stof.prompts.files import PromptSet
-from stof.runtime.skip_counts import skips_scores
-from stof.skip_scores.calibrate import RUNS_OF_LAYER, calibrate
-from stof.skip_scores.cosines import CosineMeter
-from stof.skip_scores.layers import SkipLayer, check_target, find_layers, put_thresholds
-from stof.skip_scores.measured_sets import LEAST_KEYS, MeasuredSets, find_sets
-from stof.skip_scores.runs import SkipRuns
-from stof.skip_scores.switched_off import check_switched_off, draw_unpadded
-from stof.sparsify.skip_report import COSINE, KL, OutputCosines, SkippedLayer, SkipReport
+from stof.runtime.skip_counts import leaves_out
 from stof.sparsify.spec import SparsitySpec
+from stof.sparsify.threshold_report import COSINE, KL, OutputCosines, ThresholdReport, ThresholdRow
 from stof.stages import Stage, find_model_inputs
 from stof.targets import CPU
+from stof.thresholds.calibrate import Ladder, calibrate
+from stof.thresholds.cosines import CosineMeter
+from stof.thresholds.layers import ThresholdLayer, Thresholds, check_target, find_layers, put_thresholds
+from stof.thresholds.measured_sets import LEAST_KEYS, MeasuredSets, find_sets
+from stof.thresholds.runs import ThresholdRuns
+from stof.thresholds.switched_off import check_switched_off, draw_unpadded
 
 
 def check_request(spec: SparsitySpec, job: Job, given: Sequence[GivenFeed]) -> None:
-    """Refuses what cannot be: a target whose kernels skip nothing, and calibration without prompts or inputs.
+    """Refuses what cannot be: a target whose kernels leave out nothing, and calibration without prompts or inputs.
 
     Raises:
         ArgumentError: saying what to give.
         LibraryError: without a library, and for one of an earlier version.
     """
     check_target(job.target, spec)
-    is_planned = job.plan is not None and bool(job.plan.skip_thresholds)
-    if any(c.threshold is None for c in spec.skip_clauses) and not is_planned and job.prompts is None and not given:
+    planned = {} if job.plan is None else job.plan.thresholds
+    has_auto = any(c.threshold is None and c.kind not in planned for c in spec.threshold_clauses)
+    if has_auto and job.prompts is None and not given:
         raise ArgumentError(
             f"--sparsify {spec.text!r}: threshold=auto is calibrated on runs; give --prompts FILE for a model with logits, "
             "--inputs FILE for any other, or a number: threshold=0.5 for instance"
         )
 
 
-def report_layers(job: Job, spec: SparsitySpec, report: SkipReport, model: onnx.ModelProto) -> tuple[SkipLayer, ...]:
-    """The attentions of the model. The report gets their rows and the thresholds that are stated, before any is calibrated.
+def report_layers(
+    job: Job, spec: SparsitySpec, report: ThresholdReport, model: onnx.ModelProto
+) -> tuple[ThresholdLayer, ...]:
+    """The attentions of the model, for each kind of threshold. The report gets their rows and the thresholds that are stated.
 
     Raises:
-        ArgumentError: as :func:`stof.skip_scores.layers.find_layers`, and for a plan of another model.
+        ArgumentError: as :func:`stof.thresholds.layers.find_layers`, and for a plan of another model.
     """
-    layers = find_layers(model, spec, job.target)
+    layers = tuple(x for kind in spec.threshold_kinds for x in find_layers(model, spec, kind, job.target))
     report.thresholds = _stated_thresholds(job, layers)
-    report.rows = [_row_of(x, report.thresholds.get(x.name)) for x in layers]
+    report.rows = [_row_of(x, report.thresholds.get(x.site)) for x in layers]
     return layers
 
 
 @dataclass(frozen=True, eq=False)
-class SkippingModel:
-    """A model that skips by score.
+class ThresholdModel:
+    """A model with thresholds.
 
     Attributes:
-        model: the model with thresholds; the one without where nothing skips.
+        model: the model with thresholds; the one without where nothing is left out.
         prompts: to measure the loss on; None: those of the job.
     """
 
@@ -78,9 +82,14 @@ class SkippingModel:
     prompts: PromptSet | None = None
 
 
-def skip_by_score(
-    job: Job, spec: SparsitySpec, report: SkipReport, stages: Sequence[Stage], folder: Path, given: Sequence[GivenFeed]
-) -> SkippingModel:
+def apply_thresholds(
+    job: Job,
+    spec: SparsitySpec,
+    report: ThresholdReport,
+    stages: Sequence[Stage],
+    folder: Path,
+    given: Sequence[GivenFeed],
+) -> ThresholdModel:
     """The model with its thresholds.
 
     Args:
@@ -97,13 +106,13 @@ def skip_by_score(
     """
     exact = stages[-1].written
     layers = report_layers(job, spec, report, exact)
-    skipping = [x.name for x in layers if not x.reason]
-    searched = [name for name in skipping if name not in report.thresholds]
+    skipping = [x.site for x in layers if not x.reason]
+    searched = [site for site in skipping if site not in report.thresholds]
     sets = find_sets(job.model, job.prompts, given)
     if sets is None:
         model = put_thresholds(exact, report.thresholds)
-        _check_switched_off(job, stages, folder, model, draw_unpadded(find_model_inputs(job, stages)))
-        return SkippingModel(model)
+        _check_switched_off(job, spec, stages, folder, model, draw_unpadded(find_model_inputs(job, stages)))
+        return ThresholdModel(model)
     calibrating, held_out = sets.split()
     if not searched:
         held_out = list(range(sets.count))
@@ -114,23 +123,28 @@ def skip_by_score(
     _find_thresholds(report, measurement, layers, skipping, searched)
     has_patterns = job.sparsity is not None and bool(job.sparsity.patterns)
     if not report.skipping and (sets.prompts or not has_patterns):
-        return SkippingModel(exact)
+        return ThresholdModel(exact)
     model = put_thresholds(exact, report.thresholds) if report.skipping else exact
     if report.skipping:
         first = sets.feeds(measurement.inputs.maker, calibrating[:1])
-        _check_switched_off(job, stages, folder, model, [feed() for feed in first])
+        _check_switched_off(job, spec, stages, folder, model, [feed() for feed in first])
     report.measured_on = sets.describe(held_out)
     if sets.prompts:
-        return SkippingModel(model, sets.prompt_set(held_out))
+        return ThresholdModel(model, sets.prompt_set(held_out))
     with counted_skipping(report):
         meter = measurement.cosines(model, held_out)
     report.cosines = OutputCosines(sets.describe(held_out), len(held_out), meter.means())
     check_cosines(report.cosines, job.options)
-    return SkippingModel(model)
+    return ThresholdModel(model)
 
 
 def _check_switched_off(
-    job: Job, stages: Sequence[Stage], folder: Path, model: onnx.ModelProto, feeds: Sequence[Mapping[str, np.ndarray]]
+    job: Job,
+    spec: SparsitySpec,
+    stages: Sequence[Stage],
+    folder: Path,
+    model: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, np.ndarray]],
 ) -> None:
     """Compares the model with thresholds with the verified one, where options ask for verification.
 
@@ -139,54 +153,58 @@ def _check_switched_off(
     """
     if not job.options.verify:
         return
+    clauses = " and ".join(kind.clause for kind in spec.threshold_kinds)
     try:
         for feed in feeds:
             with temporary_folder(folder) as scratch:
                 sessions = Sessions(job.source.parent.resolve(), scratch, prompt_limits(job.options.verify_memory))
-                check_switched_off(sessions, stages[-1].written, model, feed)
+                check_switched_off(sessions, stages[-1].written, model, feed, clauses)
     except RuntimeFailure:
         return  # it does not run here: verification has said so
     except LimitReached as error:
-        raise VerifyError(f"skip-scores could not be verified: {error}") from error
+        raise VerifyError(f"{clauses} could not be verified: {error}") from error
 
 
 def _find_thresholds(
-    report: SkipReport,
+    report: ThresholdReport,
     measurement: _Measurement,
-    layers: Sequence[SkipLayer],
-    skipping: Sequence[str],
-    searched: Sequence[str],
+    layers: Sequence[ThresholdLayer],
+    skipping: Sequence[ThresholdSite],
+    searched: Sequence[ThresholdSite],
 ) -> None:
-    """Calibrates, and gives the report thresholds and what each layer alone costs.
+    """Calibrates, and gives the report thresholds and what each one alone costs.
 
     Args:
         report: has the thresholds that are stated.
         measurement: runs the model.
-        layers: all attentions.
-        skipping: the names of those that skip.
-        searched: of those whose threshold is not stated.
+        layers: all attentions, for each kind.
+        skipping: what has a threshold.
+        searched: those of them whose threshold is not stated.
     """
-    stated, reasons = report.thresholds, dict[str, str]()
+    stated, reasons = report.thresholds, dict[ThresholdSite, str]()
     with measurement.open(skipping, searched) as runs:
         if searched:
+            ladders = {site: _ladder_of(site) for site in searched}
             found = calibrate(
-                searched, runs.run, lambda c: measurement.loss_together({**stated, **c}), measurement.allowed
+                ladders, runs.run, lambda c: measurement.loss_together({**stated, **c}), measurement.allowed
             )
             report.thresholds = {**stated, **found.thresholds}
             report.calibrated_on = measurement.sets.describe(measurement.calibrating)
             reasons |= found.reasons
-        trials = {name: runs.run(name, c) for name, c in report.thresholds.items() if c > 0}
+        trials = {site: runs.run(site, c) for site, c in report.thresholds.items() if c > 0}
         report.runs = runs.count
-    rows = [_row_of(x, report.thresholds.get(x.name), reasons.get(x.name, "")) for x in layers]
-    for i, row in enumerate(rows):
-        if (trial := trials.get(row.node)) is not None:
-            rows[i] = replace(row, share=trial.share, loss=trial.loss, mass_kept=trial.mass_kept)
-    report.rows = [replace(row, is_calibrated=row.skips and row.node in searched) for row in rows]
+    rows = []
+    for layer in layers:
+        row = _row_of(layer, report.thresholds.get(layer.site), reasons.get(layer.site, ""))
+        if (trial := trials.get(layer.site)) is not None:
+            row = replace(row, share=trial.share, loss=trial.loss, mass_kept=trial.mass_kept)
+        rows.append(replace(row, is_calibrated=row.skips and layer.site in searched))
+    report.rows = rows
 
 
 @contextmanager
-def counted_skipping(report: SkipReport | None) -> Iterator[None]:
-    """Sessions meanwhile skip, whatever this process's environment says, and the report gets the share of what they skip."""
+def counted_skipping(report: ThresholdReport | None) -> Iterator[None]:
+    """Sessions meanwhile leave out keys, whatever this process's environment says, and the report gets their share."""
     if report is None or not report.skipping:
         yield
         return
@@ -207,37 +225,47 @@ def check_cosines(cosines: OutputCosines, options: Options) -> None:
     if cosine >= options.min_cosine or options.force:
         return
     raise VerifyError(
-        f"--sparsify changes outputs too much: the cosine of output {name!r} with the original's is {cosine:.6f} on "
-        f"{cosines.source}, --min-cosine allows {options.min_cosine:g}. Nothing was written; choose a smaller threshold, lower "
-        "--min-cosine, or write it anyway with --force"
+        f"--sparsify changes outputs too much: the cosine of output {name!r} with the original's is 1 - {1 - cosine:.3g} "
+        f"on {cosines.source}, --min-cosine allows {options.min_cosine:g}. Nothing was written; choose a smaller threshold, "
+        "lower --min-cosine, or write it anyway with --force"
     )
 
 
-def _stated_thresholds(job: Job, layers: Sequence[SkipLayer]) -> dict[str, float]:
-    """The thresholds that the plan or the option states, by the names of attentions.
+def _stated_thresholds(job: Job, layers: Sequence[ThresholdLayer]) -> dict[ThresholdSite, float]:
+    """The thresholds that the plan or the option states.
 
     Raises:
         ArgumentError: when the plan has one of an attention that the model has not, or none of one that skips.
     """
     skipping = [x for x in layers if not x.reason]
-    planned = {} if job.plan is None else job.plan.skip_thresholds
-    if unknown := sorted(set(planned) - {x.name for x in layers}):
+    by_kind = {} if job.plan is None else job.plan.thresholds
+    planned = {ThresholdSite(kind, name): c for kind, found in by_kind.items() for name, c in found.items()}
+    if unknown := sorted(site.name for site in planned if site not in {x.site for x in layers}):
         raise ArgumentError(f"the plan has a threshold of {unknown[0]!r}, and the optimized model no such attention")
-    if planned and (missing := [x.name for x in skipping if x.name not in planned]):
-        raise ArgumentError(f"the plan has no threshold of {missing[0]!r}, which skips by score; save the plan again")
-    if planned:
-        return {x.name: planned[x.name] for x in skipping}
-    return {x.name: x.clause.threshold for x in skipping if x.clause is not None and x.clause.threshold is not None}
+    if missing := [x for x in skipping if x.kind in by_kind and x.site not in planned]:
+        raise ArgumentError(
+            f"the plan has no threshold of {missing[0].name!r}, which {missing[0].kind.third_person}; save the plan again"
+        )
+    stated = {x.site: x.clause.threshold for x in skipping if x.clause is not None and x.clause.threshold is not None}
+    return {site: c for site, c in stated.items() if site.kind not in by_kind} | {
+        x.site: planned[x.site] for x in skipping if x.site in planned
+    }
 
 
-def _row_of(layer: SkipLayer, threshold: float | None, reason: str = "") -> SkippedLayer:
+def _ladder_of(site: ThresholdSite) -> Ladder:
+    return Ladder(site.kind.ladder, site.kind.spare)
+
+
+def _row_of(layer: ThresholdLayer, threshold: float | None, reason: str = "") -> ThresholdRow:
     """The report's row of an attention. A threshold of None is not known yet."""
     reason = layer.reason or reason or ("the plan says so" if threshold == 0 else "")
     c = threshold or 0.0
-    return SkippedLayer(layer.name, layer.layer, not reason, reason, c, mass_bound=c / (1 + c))
+    return ThresholdRow(layer.kind, layer.name, layer.layer, not reason, reason, c, mass_bound=layer.kind.mass_bound(c))
 
 
-def _check_lengths(sets: MeasuredSets, held_out: Sequence[int], report: SkipReport, *, is_calibrated: bool) -> None:
+def _check_lengths(
+    sets: MeasuredSets, held_out: Sequence[int], report: ThresholdReport, *, is_calibrated: bool
+) -> None:
     """Warns of held-out sets in which hardly anything is skipped, and refuses to calibrate where they are such.
 
     Raises:
@@ -254,16 +282,21 @@ def _check_lengths(sets: MeasuredSets, held_out: Sequence[int], report: SkipRepo
     words = f"{sets.source}: the longest that measures the loss has {longest} keys"
     if is_calibrated:
         raise ArgumentError(
-            f"{words}, and thresholds are calibrated on {LEAST_KEYS} at least: shorter ones have few key tiles to skip, and "
+            f"{words}, and thresholds are calibrated on {LEAST_KEYS} at least: shorter ones have few keys to leave out, and "
             "prove nothing of longer ones; give longer ones, or a number as threshold"
         )
-    report.warnings.append(f"{words}; below {LEAST_KEYS} hardly a key tile is skipped, so that the loss proves little")
+    report.warnings.append(f"{words}; below {LEAST_KEYS} hardly a key is left out, so that the loss proves little")
 
 
-def _unmeasured(layers: Sequence[SkipLayer], stated: Mapping[str, float]) -> list[str]:
-    """A warning where the CPU, on which all is measured, skips nothing of what the target skips."""
-    ops = sorted({x.op for x in layers if stated.get(x.name, 0) > 0 and not skips_scores(x.op, CPU.name)})
-    return [f"runs on the CPU compute every key tile of {op}: the loss is that without skipping" for op in ops]
+def _unmeasured(layers: Sequence[ThresholdLayer], stated: Thresholds) -> list[str]:
+    """A warning where the CPU, on which all is measured, leaves out nothing of what the target leaves out."""
+    unable = {
+        (x.kind.unit, x.op) for x in layers if stated.get(x.site, 0) > 0 and not leaves_out(x.op, CPU.name, x.kind)
+    }
+    return [
+        f"runs on the CPU compute every {unit} of {op}: the loss is that without skipping"
+        for unit, op in sorted(unable)
+    ]
 
 
 class _Measurement:
@@ -288,38 +321,38 @@ class _Measurement:
         self.allowed = options.max_kl if sets.prompts else 1.0 - options.min_cosine
 
     @contextmanager
-    def open(self, skipping: Sequence[str], searched: Sequence[str]) -> Iterator[SkipRuns]:
+    def open(self, skipping: Sequence[ThresholdSite], searched: Sequence[ThresholdSite]) -> Iterator[ThresholdRuns]:
         """Sessions that skip, in a process of their own.
 
         Args:
-            skipping: the names of attentions that skip.
-            searched: of those whose threshold is not stated.
+            skipping: what has a threshold.
+            searched: those of them whose threshold is not stated.
         """
-        most = len(searched) * RUNS_OF_LAYER + len(skipping)
+        most = sum(_ladder_of(site).most_runs for site in searched) + len(skipping)
         line = Progress()
         limits = prompt_limits(self.job.options.verify_memory)
         sets = self.sets
         try:
             with temporary_folder(self.folder) as scratch, session_environment(STOF_SKIP_SCORES="1"):
                 sessions = Sessions(self.job.source.parent.resolve(), scratch, limits)
-                yield SkipRuns(
+                yield ThresholdRuns(
                     sessions,
                     self.exact,
-                    skipping,
+                    list(dict.fromkeys(site.name for site in skipping)),
                     sets.feeds(self.inputs.maker, self.calibrating),
                     sets.outputs,
                     sets.new_meter,
-                    lambda run: line.show(f"skip by score: run {run} of at most {most}"),
+                    lambda run: line.show(f"thresholds: run {run} of at most {most}"),
                 )
         except RuntimeFailure as error:
             raise ArgumentError(f"{sets.source}: the optimized model does not run on it: {error}") from error
         except LimitReached as error:
-            raise VerifyError(f"the loss of skip-scores could not be measured: {error}") from error
+            raise VerifyError(f"the loss of thresholds could not be measured: {error}") from error
         finally:
             line.close()
             release_sessions()
 
-    def loss_together(self, thresholds: Mapping[str, float]) -> float:
+    def loss_together(self, thresholds: Thresholds) -> float:
         """The loss against the original on what calibrates."""
         model = put_thresholds(self.exact, thresholds)
         if self.sets.prompts:
@@ -344,11 +377,12 @@ class _Measurement:
                 result = sessions.make(model, optimized=True, library=True)
                 for feed in self.sets.feeds(self.inputs.maker, some):
                     arrays = feed()
-                    meter.add(*(session.run(self.sets.outputs, arrays) for session in (original, result)))
+                    outputs = [session.run(self.sets.outputs, arrays) for session in (original, result)]
+                    meter.add(outputs[0], outputs[1], arrays)
         except RuntimeFailure as error:
             raise ArgumentError(f"{self.sets.source}: a model does not run on it: {error}") from error
         except LimitReached as error:
-            raise VerifyError(f"the loss of skip-scores could not be measured: {error}") from error
+            raise VerifyError(f"the loss of thresholds could not be measured: {error}") from error
         return meter
 
     def _original(self) -> onnx.ModelProto | Path:

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Skip by score: thresholds of attention nodes, stated or calibrated on runs, and the loss that they cost."""
