@@ -175,7 +175,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help="put a sparse pattern on dense attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, triangle, "
         'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores: leave out keys '
-        "of negligible weight, in any attention",
+        "of negligible weight, in any attention; choose-pages(pages=64): steps of decoders attend the best pages of a cache",
     )
     group.add_argument(
         "--sparse-mlp",

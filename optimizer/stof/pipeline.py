@@ -14,6 +14,7 @@ from pathlib import Path
 import onnx
 
 from stof import progress
+from stof.choose_pages.apply import choose_pages, new_report, report_pages
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
@@ -227,7 +228,7 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
-        report.sparsity = SparsityReport(job.options.sparsify, has_patterns=bool(spec.clauses))
+        report.sparsity = SparsityReport(job.options.sparsify, has_patterns=bool(spec.clauses), pages=new_report(job))
         if spec.skip_clauses:
             from stof.skip_scores.apply import check_request
 
@@ -397,6 +398,7 @@ def _verify_and_write(
         with _measure_seconds(report, "skip_scores"):
             skipping = skip_by_score(job, job.skip_scores, _skip_report(report), stages, target.parent, user_inputs)
         final, job = skipping.model, replace(job, prompts=skipping.prompts or job.prompts)
+    final = choose_pages(job, report.sparsity, final, stages, target.parent)
     _measure_loss(report, job, stages, final, target)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):
@@ -427,11 +429,13 @@ def _report_skipping(report: Report, job: Job, stages: Sequence[Stage]) -> None:
     Raises:
         ArgumentError: when none can, or the plan has thresholds of others.
     """
-    if job.skip_scores is None or not any(s.decided.has_replaced for s in stages):
+    if not any(s.decided.has_replaced for s in stages):
         return
-    from stof.skip_scores.apply import report_layers
+    report_pages(job, report.sparsity, stages[-1].written)
+    if job.skip_scores is not None:
+        from stof.skip_scores.apply import report_layers
 
-    report_layers(job, job.skip_scores, _skip_report(report), stages[-1].written)
+        report_layers(job, job.skip_scores, _skip_report(report), stages[-1].written)
 
 
 def _skip_report(report: Report) -> SkipReport:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
+from stof.sparsify.pages_report import PagesReport
 from stof.sparsify.patterns import Pattern
 from stof.sparsify.skip_report import SkipReport, number_ranges
 
@@ -74,6 +75,7 @@ class SparsityReport:
         decode_loss: measured on single tokens over the cache; None where there is none.
         has_patterns: whether the option names a pattern, not skip by score alone.
         skip: what skip by score does; None: the option does not name it.
+        pages: what choose pages does; None: likewise.
     """
 
     spec: str
@@ -82,11 +84,13 @@ class SparsityReport:
     decode_loss: Loss | None = None
     has_patterns: bool = True
     skip: SkipReport | None = None
+    pages: PagesReport | None = None
 
     @property
     def changes_outputs(self) -> bool:
-        """Whether an attention has a pattern, or skips by score."""
-        return self.sparsified > 0 or (self.skip is not None and self.skip.skipping > 0)
+        """Whether an attention has a pattern, skips by score, or chooses pages."""
+        chooses = self.pages is not None and self.pages.choosing > 0
+        return self.sparsified > 0 or chooses or (self.skip is not None and self.skip.skipping > 0)
 
     @property
     def skip_thresholds(self) -> Mapping[str, float]:
@@ -105,7 +109,8 @@ class SparsityReport:
             return "--sparsify changes nothing"
         pattern = f"puts a pattern on {self.sparsified} of {len(self.rows)} attentions" if self.sparsified else ""
         skip = "" if self.skip is None else self.skip.headline
-        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skip)))}"
+        pages = "" if self.pages is None else self.pages.headline
+        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skip, pages)))}"
 
     def mark_written(self, replaced: Collection[str], reason: str) -> None:
         """Says which attentions an operator took.
@@ -116,6 +121,8 @@ class SparsityReport:
         """
         if not replaced and self.skip is not None:
             self.skip.mark_unwritten(reason)
+        if not replaced and self.pages is not None:
+            self.pages.mark_unwritten(reason)
         if not replaced:
             self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
         self.rows = [
@@ -134,6 +141,8 @@ class SparsityReport:
             report_lines = ["  the model has no attention that takes the pattern"]
         if self.skip is not None:
             report_lines += self.skip.lines()
+        if self.pages is not None:
+            report_lines += self.pages.lines()
         if self.changes_outputs:
             measured = [line for lines in self._loss_lines() for line in lines]
             measured += [] if self.skip is None else self.skip.loss_lines()
@@ -160,6 +169,7 @@ class SparsityReport:
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
             "skip_scores": None if self.skip is None else self.skip.to_json(),
+            **({} if self.pages is None else {"choose_pages": self.pages.to_json()}),
         }
 
 
