@@ -55,7 +55,7 @@ struct Problem {
     mask = &kMasks[random.Range(0, static_cast<int64_t>(std::size(kMasks)) - 1)];
     scale = random.Pick(std::vector<float>{0.125f, 1.0f, -0.5f});
     for (int64_t b = 0; b < B; ++b) {
-      ends.push_back(static_cast<int32_t>(random.Range(S, rows * random.Pick(std::vector<int64_t>{2, 9, 14}))));
+      ends.push_back(static_cast<int32_t>(random.Range(S, rows * random.Pick(std::vector<int64_t>{2, 14, 20}))));
       first_rows.push_back(static_cast<int32_t>(ends.back() - S));
       capacity = std::max<int64_t>(capacity, ends.back());
     }
@@ -320,7 +320,7 @@ TEST(ChosenPagesOfEqualBoundsAreTheFirst) {
     for (int64_t page = 1; page < 18; ++page) {
       uint32_t bits = 0;
       const int kind = chosen.view()->tile(chosen.view()->self, 0, 0, 0, page / 2 * 32, 1, 32, &bits);
-      if (kind == 2 || (kind == 1 && (bits >> page % 2 * 16 & 1u) != 0)) text += Text(page, " ");
+      if (kind == 2 || (kind == 1 && (bits >> page % 2 * 16 & 1u) != 0)) text += std::to_string(page) + " ";
     }
     CountCases(1);
     return text;
