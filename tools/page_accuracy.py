@@ -47,7 +47,7 @@ class Model:
         rows = np.pad(self.weights["embedding.weight"][ids], ((kernel.shape[2] - 1, 0), (0, 0)))
         return sum(rows[t : t + len(ids)] @ kernel[:, :, t].T for t in range(kernel.shape[2]))
 
-    def run(self, x: np.ndarray, first: int, caches: list[list[np.ndarray]], allowed) -> np.ndarray:  # noqa: ANN001
+    def run(self, x: np.ndarray, first: int, caches: list[list[np.ndarray]], allowed) -> np.ndarray:
         """Logits of rows [S, hidden] from position ``first`` on; caches get their keys and values [S, H, D]."""
         positions = first + np.arange(len(x))
         for layer in range(self.layers):
@@ -76,7 +76,7 @@ def causal(query: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> np.nda
     return np.arange(len(keys)) <= positions[:, None]
 
 
-def best_pages(chosen: int, rows: int, rule: str):  # noqa: ANN201
+def best_pages(chosen: int, rows: int, rule: str):
     """Keys in the best pages, for a step of one token."""
 
     def allowed(query: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -87,7 +87,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     a = parser.parse_args()
     chosen = max(1, round(a.share * a.keys / a.rows))
-    variants = {n: Decoder(a.keys, a.dtype, a.tokens, k, a.rows, a.threads) for n, k in (("all", 0), ("chosen", chosen))}
+    variants = {
+        n: Decoder(a.keys, a.dtype, a.tokens, k, a.rows, a.threads) for n, k in (("all", 0), ("chosen", chosen))
+    }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(a.rounds):
         for name, decoder in variants.items():

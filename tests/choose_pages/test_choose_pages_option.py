@@ -17,10 +17,10 @@ from onnx import TensorProto
 import stof
 from stof import cli
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "cached_attention"), str(TESTS / "sparsify")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sparsify"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of
-from test_prompts import D, G, WORDS, decoder, put
+from test_prompts import WORDS, D, G, decoder, put
 
 PAST, PRESENT = "past_key_page_bounds", "present_key_page_bounds"
 

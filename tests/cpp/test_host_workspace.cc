@@ -257,7 +257,7 @@ TEST(WorkspaceOfChosenPages) {
           for (int i = cached_input::kCos; i < cached_input::kPageBounds; ++i) node.AddAbsent();
           node.AddInput(DType::kF32, {B, G, 0, 2, D});
           // Two pages of one tile may be chosen, or pages of two, and pages that a mask allows in part.
-          if (rows < 64 || mask[0] != '\0') node.PlansBound();
+          if (rows < 32 || mask[0] != '\0') node.PlansBound();
           node.Check(Text("rows ", rows, ", chosen ", chosen, ", S = ", S, ", mask ", mask));
         }
       }

@@ -189,7 +189,6 @@ class SparsitySpec:
                 found[layer] = clause
         return tuple(found)
 
-
     def pages_clauses_of_layers(self, count: int) -> tuple[PagesClause | None, ...]:
         """The clause of choose pages for each of so many layers; None where a layer attends every page.
 

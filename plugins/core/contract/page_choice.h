@@ -32,7 +32,7 @@ struct PageChoice {
   // D smallest elements, then D largest ones.
   const void* bounds = nullptr;
   int64_t stride_b = 0, stride_g = 0, stride_page = 0;
-  STOF_ALWAYS_INLINE bool given() const { return pages > 0; }
+  STOF_ALWAYS_INLINE constexpr bool given() const { return pages > 0; }
 };
 
 constexpr int64_t kMostChoosingTokens = 16;

@@ -15,7 +15,7 @@
 #include "plugins/core/base/integers.h"
 #include "plugins/core/host/thread_pool.h"
 #include "plugins/core/mask/cached_mask.h"
-#include "plugins/core/mask/chosen_pages.h"
+#include "plugins/core/ops/cached_attention/chosen_pages.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/mask/chosen_pages.h"
+#include "plugins/core/ops/cached_attention/chosen_pages.h"
 
 #include <algorithm>
 #include <atomic>

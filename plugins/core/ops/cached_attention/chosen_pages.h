@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Choose pages on the CPU: the mask of a decode step without the pages that it leaves out.
 // docs/reference/cached-attention.md has the definition.
-#ifndef STOF_PLUGINS_CORE_MASK_CHOSEN_PAGES_H_
-#define STOF_PLUGINS_CORE_MASK_CHOSEN_PAGES_H_
+#ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CHOSEN_PAGES_H_
+#define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CHOSEN_PAGES_H_
 
 #include <cstdint>
 #include <vector>
@@ -82,4 +82,4 @@ class ChosenPages {
 };
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_MASK_CHOSEN_PAGES_H_
+#endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CHOSEN_PAGES_H_
