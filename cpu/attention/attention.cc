@@ -342,7 +342,7 @@ int64_t CountTileRows(const AttentionArgs& args, int64_t m) {
 CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   CpuAttentionConfig config;
   config.isa = BestCpuIsa();
-  config.n = kFewQueriesTile;
+  config.n = FewQueriesTile(args.kv.choice);
   if (cpu::HasFewQueries(args)) {
     config.m = static_cast<int>(std::max<int64_t>(1, args.shape.S));
     return config;

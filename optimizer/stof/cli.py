@@ -176,7 +176,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help="put a sparse pattern on dense attention; OUTPUTS CHANGE: s2:local=16,stride=8, window=4096,sink=128, triangle, "
         'radial(tokens=1560) for videos, mask="...", or a pattern file; skip-scores, choose-blocks: leave out keys '
-        "of negligible weight, in any attention, after or before their scores are computed",
+        "of negligible weight, in any attention, after or before their scores are computed; choose-pages(pages=64): steps of "
+        "decoders attend the best pages of a cache",
     )
     group.add_argument(
         "--sparse-mlp",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stof import progress
 from stof.arguments.threshold_kinds import ThresholdKind
+from stof.choose_pages.apply import choose_pages, new_report, report_pages
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
@@ -185,6 +186,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
     report_thresholds(report, job, stages)
+    if any(s.decided.has_replaced for s in stages):
+        report_pages(job, report.sparsity, stages[-1].written)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
@@ -231,6 +234,8 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
         job = declare_sparsity(report, job, spec, user_inputs)
+        if report.sparsity is not None:
+            report.sparsity.pages = new_report(job)
         if spec.clauses:
             with job.step("sparsify"):
                 for op in OPS:
@@ -389,6 +394,7 @@ def _verify_and_write(
     mark_written(report, stages)
     measure = partial(_measure_seconds, report)
     final, job = put_thresholds(report, job, stages, target.parent, user_inputs, measure)
+    final = choose_pages(job, report.sparsity, final, stages, target.parent)
     measure_loss_on_prompts(report, job, stages, final, target, measure)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):

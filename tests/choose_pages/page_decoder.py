@@ -62,8 +62,8 @@ def to_value(array: Array) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-def run(session: ort.InferenceSession, feeds: dict[str, Array]) -> dict[str, Array]:
-    """The outputs. bf16 is read from the memory of outputs that are given."""
+def run(session: ort.InferenceSession, feeds: dict[str, Array], rows: int = 64) -> dict[str, Array]:
+    """The outputs; rows: of a page. bf16 is read from the memory of outputs that are given."""
     binding = session.io_binding()
     kept = {n: to_value(a) for n, a in feeds.items()}
     for name, value in kept.items():
@@ -71,7 +71,7 @@ def run(session: ort.InferenceSession, feeds: dict[str, Array]) -> dict[str, Arr
     names = [o.name for o in session.get_outputs()]
     results: dict[str, Array] = {}
     if feeds["query"].dtype == ml_dtypes.bfloat16:
-        for name, shape in shapes_of(feeds, names).items():
+        for name, shape in shapes_of(feeds, names, rows).items():
             results[name] = np.full(shape, 0x7FC0, np.uint16)  # NaN
             value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(results[name], TensorProto.BFLOAT16)
             binding.bind_ortvalue_output(name, value)
@@ -83,13 +83,13 @@ def run(session: ort.InferenceSession, feeds: dict[str, Array]) -> dict[str, Arr
     return dict(zip(names, (o.numpy() for o in binding.get_outputs()), strict=True))
 
 
-def shapes_of(feeds: dict[str, Array], names: list[str], rows: int = 0) -> dict[str, tuple[int, ...]]:
+def shapes_of(feeds: dict[str, Array], names: list[str], rows: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the outputs, by the inputs."""
     _, heads, capacity, size = feeds["past_key"].shape
     batch = feeds["query"].shape[0]
     capacity = max(capacity, int(feeds["total_sequence_length"]))
     cache = (batch, heads, capacity, size)
-    pages = -(-capacity // PageDecoder.rows_of[-1])
+    pages = -(-capacity // rows)
     return dict(zip(names, (feeds["query"].shape, cache, cache, (batch, heads, pages, 2, size)), strict=False))
 
 
@@ -122,7 +122,6 @@ class PageDecoder:
     cache: dict[str, Array] = field(default_factory=dict)
     near_ties: int = 0
     compared: int = 0
-    rows_of = [64]  # of the decoder that ran last, for outputs in bf16
 
     def __post_init__(self) -> None:
         self.scale = self.scale or self.size**-0.5
@@ -192,9 +191,8 @@ class PageDecoder:
             "seqlens_k": (self.lengths - 1).astype(np.int32),
             "total_sequence_length": np.array(total, np.int32),
         }
-        PageDecoder.rows_of[-1] = self.rows
         stof.reset_skip_counts()
-        found = run(self.session, feeds | {BOUNDS: self.cache["bounds"]})
+        found = run(self.session, feeds | {BOUNDS: self.cache["bounds"]}, self.rows)
         counts = stof.skip_counts()
         self.feeds, self.output = feeds, found["output"]
         self.cache = {

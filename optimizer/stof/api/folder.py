@@ -32,6 +32,7 @@ from stof.run_facts.command import command_of
 from stof.run_facts.facts import collect_facts
 from stof.runtime.library import build_info, library_path
 from stof.selection import EVERY_ATTENTION, owner_of
+from stof.sparsify.spec import parse_spec
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -97,6 +98,7 @@ def optimize_folder(
     command = command_of(str(source), replace(options, output=None if is_dry else target))
     report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
     configs = read_configs(source, files)
+    _check_states(options, configs)
     report.notes += _note_absent_models(configs, frozenset(files))
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
@@ -226,6 +228,16 @@ def _check_options(options: Options) -> None:
     for name, option in _OF_ONE_MODEL.items():
         if getattr(options, name):
             raise ArgumentError(f"{option} is for one model; give the .onnx file instead of the folder")
+
+
+def _check_states(options: Options, configs: Mapping[Path, GenaiConfig]) -> None:
+    """Refuses a third state beside keys and values, which no genai_config.json can name."""
+    spec = parse_spec(options.sparsify) if options.sparsify else None
+    if configs and spec is not None and spec.pages_clauses:
+        raise ArgumentError(
+            f"--sparsify {options.sparsify!r}: choose-pages needs bounds of pages beside each layer's keys and values, and "
+            "genai_config.json has no names for such a state; skip-scores needs none"
+        )
 
 
 def _check_reports(source: Path, files: Sequence[Path], options: Options) -> None:

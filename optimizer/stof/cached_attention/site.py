@@ -26,7 +26,7 @@ INPUTS = (
 OUTPUTS = ("output", "present_key", "present_value")
 INPUT_INDEX = {name: i for i, name in enumerate(INPUTS)}
 # All inputs of StofCachedAttention.
-OP_INPUTS = (*INPUTS, "query_seqlens", "table0", "table1", "table2", "table3")
+OP_INPUTS = (*INPUTS, "query_seqlens", "table0", "table1", "table2", "table3", "past_page_bounds")
 # Where SparseAttention has the inputs of GroupQueryAttention; its lengths count keys, not the last key.
 SPARSE_INDEX = {
     **{name: i for i, name in enumerate(INPUTS[:5])},
@@ -89,7 +89,7 @@ class CacheSite(NodeSite):
         layouts = ["", ""]
         if self.layout is not None:
             layouts = [input_of(self.node, i) for i in (SPARSE_ROWS, SPARSE_COLUMNS)]
-        return [*tensors, "", "", *layouts, ""]
+        return [*tensors, "", "", *layouts, "", ""]
 
     @property
     def has_zero_sink(self) -> bool:

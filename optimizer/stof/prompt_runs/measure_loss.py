@@ -13,7 +13,7 @@ from stof.cached_attention.paged.find import reads_pages
 from stof.cached_attention.paged.run_inputs import PagedInputMaker
 from stof.cached_attention.run_inputs import CacheInputMaker
 from stof.errors import ArgumentError, ModelError, VerifyError
-from stof.execution.ort_sessions import Sessions, VerifiedSession
+from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.runtime_faults import RuntimeFault
 from stof.execution.session_process import RuntimeFailure, release_sessions
@@ -22,6 +22,7 @@ from stof.graph.index import all_nodes
 from stof.options import Options
 from stof.prompt_runs.feeds import Feed, make_feed, make_paged_feed, make_prompt_feed
 from stof.prompt_runs.limits import prompt_limits
+from stof.prompt_runs.page_bounds import BoundsSession, choosing_environment, find_bounds
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import LOGITS, LossMeter, PromptLoss, bucket_limits
 from stof.verification.model_inputs import ModelInputs
@@ -59,12 +60,13 @@ def measure_loss(
             f"the loss on --prompts cannot be measured: {kept[0]!r} stays PagedAttention, of which ONNX Runtime's CPU provider "
             "has no kernel. Nothing was written; leave --prompts out"
         )
+    bounds = find_bounds(final)
     try:
-        with temporary_folder(folder) as scratch:
+        with temporary_folder(folder) as scratch, choosing_environment(bounds):
             limits = prompt_limits(options.verify_memory)
             sessions = Sessions(source.parent.resolve(), scratch, limits)
-            original = sessions.make(inputs.original or source, optimized=True, library=False)
-            result = sessions.make(final, optimized=True, library=True)
+            original = BoundsSession(sessions.make(inputs.original or source, optimized=True, library=False))
+            result = BoundsSession(sessions.make(final, optimized=True, library=True), bounds)
             _check_logits(original.outputs)
             for i, ids in enumerate(prompts.prompts):
                 try:
@@ -112,7 +114,7 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
 
 
 def _decode(
-    maker: CacheInputMaker | PagedInputMaker, models: Sequence[VerifiedSession], ids: np.ndarray, meter: LossMeter
+    maker: CacheInputMaker | PagedInputMaker, models: Sequence[BoundsSession], ids: np.ndarray, meter: LossMeter
 ) -> None:
     """Adds single tokens of a prompt, the last ones of each bucket; nothing where the model takes no such steps."""
     caches = maker.caches()
@@ -134,7 +136,7 @@ def _decode(
                     feed = {**make_paged_feed(maker, ids[a:b], a, len(ids)), **pasts}
                 else:
                     feed = {**make_feed(maker, ids[a:b], case, before=a, known=pasts), **pasts}
-                logits, *presents = model.run([LOGITS, *caches.values()], feed)
+                logits, *presents = model.run([LOGITS, *caches.values()], feed, is_next=a > 0)
                 pasts = dict(zip(caches, presents, strict=True))
                 if a:
                     own.append(np.asarray(logits).reshape(-1, np.shape(logits)[-1])[-1:])
@@ -150,7 +152,7 @@ def _check_logits(outputs: Sequence[str]) -> None:
         )
 
 
-def _logits(model: VerifiedSession, feed: Feed) -> np.ndarray:
+def _logits(model: BoundsSession, feed: Feed) -> np.ndarray:
     return np.asarray(model.run([LOGITS], feed)[0])
 
 

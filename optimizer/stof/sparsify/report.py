@@ -11,6 +11,7 @@ from typing import Any
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.prompts.loss import Loss
 from stof.sparsify.measure import PatternFacts
+from stof.sparsify.pages_report import PagesReport
 from stof.sparsify.patterns import Pattern
 from stof.sparsify.threshold_report import ThresholdReport, number_ranges
 
@@ -73,8 +74,9 @@ class SparsityReport:
         rows: a row for each attention that it could be for.
         loss: measured on whole prompts; None where there were none.
         decode_loss: measured on single tokens over the cache; None where there is none.
-        has_patterns: whether the option names a pattern, not thresholds alone.
+        has_patterns: whether the option names a pattern, not thresholds or pages alone.
         threshold_report: what thresholds do; None: the option names none.
+        pages: what choose pages does; None: likewise.
     """
 
     spec: str
@@ -83,11 +85,14 @@ class SparsityReport:
     decode_loss: Loss | None = None
     has_patterns: bool = True
     threshold_report: ThresholdReport | None = None
+    pages: PagesReport | None = None
 
     @property
     def changes_outputs(self) -> bool:
-        """Whether an attention has a pattern, or a threshold."""
-        return self.sparsified > 0 or (self.threshold_report is not None and self.threshold_report.skipping > 0)
+        """Whether an attention has a pattern or a threshold, or chooses pages."""
+        chooses = self.pages is not None and self.pages.choosing > 0
+        has_thresholds = self.threshold_report is not None and self.threshold_report.skipping > 0
+        return self.sparsified > 0 or chooses or has_thresholds
 
     @property
     def thresholds(self) -> Mapping[ThresholdKind, Mapping[str, float]]:
@@ -106,7 +111,8 @@ class SparsityReport:
             return "--sparsify changes nothing"
         pattern = f"puts a pattern on {self.sparsified} of {len(self.rows)} attentions" if self.sparsified else ""
         skipped = "" if self.threshold_report is None else self.threshold_report.headline
-        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skipped)))}"
+        pages = "" if self.pages is None else self.pages.headline
+        return f"OUTPUTS CHANGE: --sparsify {' and '.join(filter(None, (pattern, skipped, pages)))}"
 
     def mark_written(self, replaced: Collection[str], reason: str) -> None:
         """Says which attentions an operator took.
@@ -117,6 +123,8 @@ class SparsityReport:
         """
         if not replaced and self.threshold_report is not None:
             self.threshold_report.mark_unwritten(reason)
+        if not replaced and self.pages is not None:
+            self.pages.mark_unwritten(reason)
         if not replaced:
             self.rows = [SparsifiedSite(r.site, r.layer, False, reason) if r.sparsified else r for r in self.rows]
         self.rows = [
@@ -135,6 +143,8 @@ class SparsityReport:
             report_lines = ["  the model has no attention that takes the pattern"]
         if self.threshold_report is not None:
             report_lines += self.threshold_report.lines()
+        if self.pages is not None:
+            report_lines += self.pages.lines()
         if self.changes_outputs:
             measured = [line for lines in self._loss_lines() for line in lines]
             measured += [] if self.threshold_report is None else self.threshold_report.loss_lines()
@@ -161,6 +171,7 @@ class SparsityReport:
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
             **{k.key: None if self.threshold_report is None else self.threshold_report.to_json(k) for k in KINDS},
+            **({} if self.pages is None else {"choose_pages": self.pages.to_json()}),
         }
 
 

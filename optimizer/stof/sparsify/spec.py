@@ -18,6 +18,7 @@ from stof.arguments.slices import Slice
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.sparsify.clause_text import ClauseFields, split_named, split_outside_quotes
+from stof.sparsify.pages_clause import PAGES, PagesClause, read_pages
 from stof.sparsify.pattern_files import CONFIG_FILE, HEADS_FILE, LayerPatterns, read_pattern_file
 from stof.sparsify.patterns import (
     BLOCKS,
@@ -38,8 +39,8 @@ _KIND_OF = {kind.clause: kind for kind in KINDS}
 _AUTO = "auto"
 _MOST_TEXT = 1 << 16
 _EXPECTED = (
-    's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores, choose-blocks or the path of a pattern '
-    "file"
+    's2:local=N,stride=N, window=N, mask="...", triangle, radial:tokens=N, skip-scores, choose-blocks, choose-pages(pages=N) or '
+    "the path of a pattern file"
 )
 
 
@@ -126,11 +127,13 @@ class SparsitySpec:
         text: as the user wrote it.
         clauses: of patterns, in order.
         threshold_clauses: of skip by score and of choose blocks, in order. They join patterns: a layer may have all three.
+        pages_clauses: of choose pages, in order. They join both.
     """
 
     text: str
     clauses: tuple[Clause, ...]
     threshold_clauses: tuple[ThresholdClause, ...] = ()
+    pages_clauses: tuple[PagesClause, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -193,6 +196,22 @@ class SparsitySpec:
                 found[layer] = clause
         return tuple(found)
 
+    def pages_clauses_of_layers(self, count: int) -> tuple[PagesClause | None, ...]:
+        """The clause of choose pages for each of so many layers; None where a layer attends every page.
+
+        Raises:
+            ArgumentError: when clauses meet, or are for other layers.
+        """
+        found: list[PagesClause | None] = [None] * count
+        for clause in self.pages_clauses:
+            for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
+                if found[layer] is not None:
+                    raise ArgumentError(
+                        f"--sparsify: two {PAGES} clauses are for layer {layer}; part them by layers= or dense_layers="
+                    )
+                found[layer] = clause
+        return tuple(found)
+
 
 def parse_spec(text: str) -> SparsitySpec:
     """Reads a specification, and the files that it names.
@@ -208,7 +227,8 @@ def parse_spec(text: str) -> SparsitySpec:
         raise ArgumentError(
             f"--sparsify {text!r} has {len(stated)} different active_heads, expected one for all clauses"
         )
-    return SparsitySpec(text, clauses, tuple(c for c in parsed if isinstance(c, ThresholdClause)))
+    thresholds = tuple(c for c in parsed if isinstance(c, ThresholdClause))
+    return SparsitySpec(text, clauses, thresholds, tuple(c for c in parsed if isinstance(c, PagesClause)))
 
 
 def _chosen_layers(layers: Sequence[Slice], dense_layers: Sequence[Slice], count: int) -> set[int]:
@@ -225,20 +245,22 @@ def _own_heads(some: Slice, heads: HeadCounts) -> range:
     return range(start, stop)
 
 
-def _parse_clause(text: str) -> Clause | ThresholdClause:
+def _parse_clause(text: str) -> Clause | ThresholdClause | PagesClause:
     if not text:
         raise ArgumentError(f"--sparsify has an empty clause, expected {_EXPECTED}")
     items = split_outside_quotes(text, ",")
     path = Path(items[0].strip())
     is_path = _exists(path)
-    if not is_path and (named := split_named(text, (*_PATTERNS, *_KIND_OF))) is not None:
+    if not is_path and (named := split_named(text, (*_PATTERNS, *_KIND_OF, PAGES))) is not None:
         name, fields = named
+        if name == PAGES:
+            return read_pages(text, fields)
         if name in _KIND_OF:
             return _read_threshold(text, fields, _KIND_OF[name])
         return _read_pattern(text, fields, _PATTERNS[name])
     key = items[0].partition("=")[0].strip()
     if is_path or "=" not in items[0]:
-        if not is_path and key in (*_PATTERNS, *_KIND_OF):
+        if not is_path and key in (*_PATTERNS, *_KIND_OF, PAGES):
             raise ArgumentError(f"--sparsify {text!r}: the fields of {key} are written {key}(key=value,...)")
         file_fields = ClauseFields(text, items[1:], ())
         options = {k: v for k, v in file_fields.values.items() if k not in _SCOPES}

@@ -19,8 +19,9 @@ struct ExprSizes;      // plugins/core/mask/expr.h
 struct RunContext;     // plugins/core/contract/op.h
 
 // ---- CPU ----
-// Keys of a tile where queries are few.
-constexpr int kFewQueriesTile = 64;
+// Keys of a tile where queries are few. Shorter pages have shorter tiles: those that are left out lie among the others,
+// and a tile is read as a whole.
+constexpr int FewQueriesTile(const PageChoice& choice) { return choice.given() && choice.rows < 64 ? 32 : 64; }
 struct CpuAttentionConfig {
   CpuIsa isa{};
   int m = 0;  // query rows of a tile

@@ -35,7 +35,7 @@ struct PageChoice {
   // Devices: the append step has left out the bounds of the pages that FirstComputedPage begins, and written no others.
   // Attention computes them.
   bool lacks_new_bounds = false;
-  STOF_ALWAYS_INLINE bool given() const { return pages > 0; }
+  STOF_ALWAYS_INLINE constexpr bool given() const { return pages > 0; }
 };
 
 constexpr int64_t kMostChoosingTokens = 16;

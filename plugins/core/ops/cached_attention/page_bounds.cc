@@ -101,7 +101,7 @@ Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool
   ChosenPages& pages = *chosen->pages;
   args.kv.choice = choice;
   if (is_plan) {
-    pages.ChooseApart(kFewQueriesTile);
+    pages.ChooseApart(FewQueriesTile(choice));
   } else {
     const auto bounds = static_cast<float*>(scores);
     if (pages.leaves_out()) CpuScorePages(args, pages.spans(), pages.pages(), bounds, context.parallel);

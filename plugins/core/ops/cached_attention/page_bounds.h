@@ -10,8 +10,8 @@
 #include "plugins/core/contract/attention_args.h"
 #include "plugins/core/contract/cached_attention.h"
 #include "plugins/core/contract/op.h"
-#include "plugins/core/mask/chosen_pages.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
+#include "plugins/core/ops/cached_attention/chosen_pages.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {

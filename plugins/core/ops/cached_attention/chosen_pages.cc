@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/mask/chosen_pages.h"
+#include "plugins/core/ops/cached_attention/chosen_pages.h"
 
 #include <algorithm>
 #include <atomic>
@@ -154,19 +154,38 @@ void ChosenPages::Choose(const float* scores, float* memory, const Parallel& par
   parallel.run(parallel.self, run, static_cast<size_t>(workers), &loop);
 }
 
+int64_t ChosenPages::CountTiles(int64_t head, int64_t page, int64_t tile_keys) {
+  const int64_t h = head % step_.G * group_;
+  int64_t count = 0;
+  for (int64_t key = page * step_.rows; key < (page + 1) * step_.rows; key += tile_keys) {
+    count += mask_.tile(mask_.self, head / step_.G, h, 0, key, static_cast<int>(step_.S), static_cast<int>(tile_keys),
+                        bits_.data()) != 0;
+  }
+  return count;
+}
+
 void ChosenPages::ChooseApart(int64_t tile_keys) {
   for (int64_t head = 0; head < step_.B * step_.G; ++head) {
     const PageSpan& span = spans_[static_cast<size_t>(head)];
     uint8_t* const states = StatesOf(head);
     int64_t left = step_.chosen;
-    for (const bool is_apart : {true, false}) {
+    const auto choose = [&](const auto& is_wanted) {
       for (int64_t page = span.first; page < span.last && left > 0; ++page) {
-        const int64_t tile = page * step_.rows / tile_keys * tile_keys;
-        if (states[page] != kCandidate || (is_apart && PartOf(head, tile, tile_keys) != Part::kNone)) continue;
+        if (states[page] != kCandidate || !is_wanted(page)) continue;
         states[page] = kAttended;
         --left;
       }
+    };
+    if (step_.rows < tile_keys) {  // a page for each tile first
+      choose([&](int64_t page) {
+        return PartOf(head, page * step_.rows / tile_keys * tile_keys, tile_keys) == Part::kNone;
+      });
+    } else {  // pages of many tiles first
+      for (int64_t most = step_.rows / tile_keys; most > 1; --most) {
+        choose([&](int64_t page) { return CountTiles(head, page, tile_keys) >= most; });
+      }
     }
+    choose([](int64_t) { return true; });
   }
 }
 

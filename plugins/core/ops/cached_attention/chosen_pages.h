@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Choose pages on the CPU: the mask of a decode step without the pages that it leaves out.
 // docs/reference/cached-attention.md has the definition.
-#ifndef STOF_PLUGINS_CORE_MASK_CHOSEN_PAGES_H_
-#define STOF_PLUGINS_CORE_MASK_CHOSEN_PAGES_H_
+#ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CHOSEN_PAGES_H_
+#define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CHOSEN_PAGES_H_
 
 #include <cstdint>
 #include <vector>
@@ -58,6 +58,8 @@ class ChosenPages {
   void MarkAllowed(int64_t b, int64_t h, uint8_t* states);
   void MarkBits(int64_t b, int64_t h, int64_t tile, uint8_t* states);
   void FindCandidates(int64_t b, int64_t g);
+  // How many tiles of so many keys a page has in which the mask allows a pair; rows of pages are a multiple of them.
+  int64_t CountTiles(int64_t head, int64_t page, int64_t tile_keys);
   void ChooseOfHead(int64_t head, const float* scores, float* memory);
   uint8_t* StatesOf(int64_t head) const { return memory_ + head * pages_; }
   int64_t PagesOf(int64_t b) const;
@@ -80,4 +82,4 @@ class ChosenPages {
 };
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_MASK_CHOSEN_PAGES_H_
+#endif  // STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_CHOSEN_PAGES_H_
