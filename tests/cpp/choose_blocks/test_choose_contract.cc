@@ -92,8 +92,9 @@ TEST(CallsThatChooseBlocks) {
   fails([&](AttentionArgs* args) { args->scores.relative_query.data = &number; });
   fails([&](AttentionArgs* args) { args->relative_value.data = &number; });
   fails([&](AttentionArgs* args) { args->mask.dynamic = &dynamic; });
-  fails([](AttentionArgs* args) { args->mask.empty_rows = EmptyRows::kMean; });
   fails([](AttentionArgs* args) { args->mask.empty_rows = EmptyRows::kAll; });
+  usual.mask.empty_rows = EmptyRows::kMean;
+  CHECK(ChoosesBlocks(usual));
   const std::string limits = stof_op_limits();
   CHECK(limits.find("\"chooses_blocks\": true") != std::string::npos, limits);
 }
