@@ -15,6 +15,8 @@ from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 class SkipCounts:
     """Pairs of queries and keys of nodes with ``skip_threshold``: rows times keys of each group of rows and key tile.
 
+    Of nodes with ``chosen_pages``: queries of a KV head times keys of each page; what is skipped has no scores.
+
     Attributes:
         scored: pairs whose scores were computed.
         skipped: those among them that were left out after it.
