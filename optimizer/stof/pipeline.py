@@ -228,7 +228,9 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
-        report.sparsity = SparsityReport(job.options.sparsify, has_patterns=bool(spec.clauses), pages=new_report(job))
+        report.sparsity = SparsityReport(
+            job.options.sparsify, has_patterns=bool(spec.clauses), pages=new_report(job, spec)
+        )
         if spec.skip_clauses:
             from stof.skip_scores.apply import check_request
 
@@ -431,7 +433,7 @@ def _report_skipping(report: Report, job: Job, stages: Sequence[Stage]) -> None:
     """
     if not any(s.decided.has_replaced for s in stages):
         return
-    report_pages(job, report.sparsity, stages[-1].written)
+    report_pages(report.sparsity, stages[-1].written)
     if job.skip_scores is not None:
         from stof.skip_scores.apply import report_layers
 
