@@ -228,8 +228,7 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
     if job.options.sparsify:
         spec = parse_spec(job.options.sparsify)
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
-        pages = new_report(job, spec)
-        report.sparsity = SparsityReport(spec.text, has_patterns=bool(spec.clauses), pages=pages)
+        report.sparsity = SparsityReport(spec.text, has_patterns=bool(spec.clauses), pages=new_report(job, spec))
         if spec.skip_clauses:
             from stof.skip_scores.apply import check_request
 
