@@ -187,7 +187,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     _estimate_memory(report, memory, stages)
     report_thresholds(report, job, stages)
     if any(s.decided.has_replaced for s in stages):
-        report_pages(job, report.sparsity, stages[-1].written)
+        report_pages(report.sparsity, stages[-1].written)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
@@ -235,7 +235,7 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
         job = declare_sparsity(report, job, spec, user_inputs)
         if report.sparsity is not None:
-            report.sparsity.pages = new_report(job)
+            report.sparsity.pages = new_report(job, spec)
         if spec.clauses:
             with job.step("sparsify"):
                 for op in OPS:

@@ -22,35 +22,33 @@ from stof.prompt_runs.limits import prompt_limits
 from stof.prompt_runs.page_bounds import Feed, empty_bounds, find_bounds
 from stof.sparsify.pages_report import PagedLayer, PagesReport
 from stof.sparsify.report import SparsityReport
-from stof.sparsify.spec import SparsitySpec, parse_spec
+from stof.sparsify.spec import SparsitySpec
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.switched_off import draw_unpadded
 
 
-def new_report(job: Job) -> PagesReport | None:
+def new_report(job: Job, spec: SparsitySpec) -> PagesReport | None:
     """The report of choose pages; None where --sparsify does not name it.
 
     Raises:
         ArgumentError: for a target whose kernels choose no pages.
         LibraryError: without a library.
     """
-    spec = _spec_of(job)
-    if spec is None:
+    if not spec.pages_clauses:
         return None
     check_target(job.target, spec)
-    return PagesReport()
+    return PagesReport(spec)
 
 
-def report_pages(job: Job, report: SparsityReport | None, model: onnx.ModelProto) -> tuple[PageLayer, ...]:
+def report_pages(report: SparsityReport | None, model: onnx.ModelProto) -> tuple[PageLayer, ...]:
     """The attentions of an optimized model, whose rows the report gets; none where --sparsify does not name choose pages.
 
     Raises:
         ArgumentError: as :func:`stof.choose_pages.layers.find_page_layers`.
     """
-    spec = _spec_of(job)
-    if spec is None or report is None or report.pages is None:
+    if report is None or report.pages is None:
         return ()
-    layers = find_page_layers(model, spec)
+    layers = find_page_layers(model, report.pages.spec)
     report.pages.rows = [_row_of(x) for x in layers]
     return layers
 
@@ -71,7 +69,7 @@ def choose_pages(
         ArgumentError: as :func:`report_pages`.
         VerifyError: when the model differs from the verified one under ``STOF_SKIP_SCORES=0``.
     """
-    layers = report_pages(job, report, model)
+    layers = report_pages(report, model)
     if all(x.reason for x in layers):
         return model
     choosing = put_pages(model, layers)
@@ -85,12 +83,6 @@ def choose_pages(
     except (LimitReached, RuntimeFailure) as error:
         raise VerifyError(f"choose-pages could not be verified: {error}") from error
     return choosing
-
-
-def _spec_of(job: Job) -> SparsitySpec | None:
-    """What --sparsify says, where it says something of pages."""
-    spec = parse_spec(job.options.sparsify) if job.options.sparsify else None
-    return spec if spec is not None and spec.pages_clauses else None
 
 
 def _check_switched_off(sessions: Sessions, exact: onnx.ModelProto, choosing: onnx.ModelProto, feed: Feed) -> None:

@@ -16,6 +16,8 @@ from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 class SkipCounts:
     """Pairs of queries and keys of nodes with ``skip_threshold`` or ``block_threshold``: rows times keys of each tile.
 
+    Of nodes with ``chosen_pages``: queries of a KV head times keys of each page; what is skipped has no scores.
+
     Attributes:
         scored: pairs that a threshold decided about.
         skipped: those among them that were left out.

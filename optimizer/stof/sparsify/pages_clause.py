@@ -11,7 +11,7 @@ from stof.sparsify.clause_text import ClauseFields
 
 PAGES = "choose-pages"
 PAGE_ROWS = (16, 32, 64, 128)
-_DEFAULT_ROWS = 64
+_DEFAULT_ROWS = 16
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from stof.sparsify.spec import SparsitySpec
 from stof.sparsify.threshold_report import number_ranges
 
 
@@ -40,9 +41,11 @@ class PagesReport:
     """What choose pages does.
 
     Attributes:
+        spec: what --sparsify says.
         rows: a row for each attention over a contiguous cache.
     """
 
+    spec: SparsitySpec
     rows: list[PagedLayer] = field(default_factory=list)
 
     @property
