@@ -278,7 +278,8 @@ std::vector<Case> DrawCases() {
         c.block = std::vector<int64_t>{128, 64, 200}[static_cast<size_t>(turn % 3)];
         c.sink = turn % 5 == 2;
         c.softcap = turn % 7 == 3 ? 30 : 0;
-        c.empty_rows = turn % 2 == 0 ? EmptyRows::kZero : EmptyRows::kNan;
+        c.empty_rows =
+            std::vector<EmptyRows>{EmptyRows::kZero, EmptyRows::kMean, EmptyRows::kNan}[static_cast<size_t>(turn % 3)];
         cases.push_back(c);
         ++turn;
       }
@@ -384,7 +385,7 @@ TEST(CudaChooseBlocksOfNothing) {
   cases[0].S = 127;
   cases[1].D = 192;
   cases[2].D = 64, cases[2].softcap = 20;
-  cases[3].empty_rows = EmptyRows::kMean;
+  cases[3].empty_rows = EmptyRows::kAll, cases[3].padding = Padding::kLeft;
   cases[4].empty_rows = EmptyRows::kAll;
   for (size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];
