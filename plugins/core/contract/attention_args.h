@@ -175,8 +175,9 @@ struct KvArgs {
   // The CPU: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key and
   // value hold the other keys, and the masks are over all T. nullptr: none.
   const KeyColumns* columns = nullptr;
-  // Pages whose keys may be left out. On the CPU the mask leaves them out (plugins/core/ops/cached_attention/chosen_pages.h); kernels
-  // only see to it that memory does not depend on which ones these are.
+  // Pages whose keys may be left out. On the CPU the mask leaves them out
+  // (plugins/core/ops/cached_attention/chosen_pages.h); kernels only see to it that memory does not depend on which
+  // ones these are.
   PageChoice choice;
   // [B], devices: CausalWindow::first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0. The previous kernel of
   // the stream writes neither seqlens nor keys and values below first_rows: they may be read before it ends. nullptr:
