@@ -70,7 +70,7 @@ def test_each_layer_gets_the_largest_threshold_in_its_part(allowed: float) -> No
 
 
 @pytest.mark.parametrize("more", [2.1, 50.0, 1e30])
-def test_all_are_halved_until_they_fit_together(more: float) -> None:
+def test_all_go_down_one_step_until_they_fit_together(more: float) -> None:
     model = Model({"a": 1e-3, "b": 0.5}, more)
     found = calibrate(["a", "b"], model.run, model.loss, 0.2)
     before = {name: max(c for c in LADDER if factor * c <= 0.05) for name, factor in model.factors.items()}
@@ -109,7 +109,7 @@ def test_a_ladder_with_spare_rungs(spare: int) -> None:
     assert alone.thresholds == {"a": 0.0}
     assert (
         alone.reasons["a"]
-        == f"c = {64 / 2**spare:g} skips nothing here, and larger ones are too near 64, the largest that fits"
+        == f"c = {64 / 2**spare:g} leaves out nothing here, and larger ones are too near 64, the largest that fits"
     )
 
 
@@ -117,10 +117,10 @@ def test_a_layer_that_skips_nothing_gets_no_threshold() -> None:
     model = Model({"a": 1e-9}, share=0.0)
     found = calibrate(["a"], model.run, model.loss, 0.2)
     assert found.thresholds == {"a": 0.0}
-    assert found.reasons["a"] == "c = 16384 skips nothing here, and no larger one is tried"
+    assert found.reasons["a"] == "c = 16384 leaves out nothing here, and no larger one is tried"
     model = Model({"a": 1.0}, share=0.0)
     found = calibrate(["a"], model.run, model.loss, 1.0)
-    assert found.reasons["a"] == "c = 0.5 skips nothing here, and a larger one loses more than the layer may"
+    assert found.reasons["a"] == "c = 0.5 leaves out nothing here, and a larger one loses more than the layer may"
 
 
 def test_a_loss_that_is_no_number_is_too_large() -> None:

@@ -26,6 +26,7 @@ class ThresholdKind:
         spare: steps of the ladder that calibration stays below the largest threshold that fits. Where c is no bound, other inputs
             may lose much more than those that it was found on.
         bounds_mass: whether c bounds the mass that a row leaves out, by c / (1 + c).
+        example: a threshold that loses little, for messages.
     """
 
     clause: str
@@ -41,6 +42,7 @@ class ThresholdKind:
     ladder: tuple[float, ...]
     spare: int
     bounds_mass: bool
+    example: str
 
     def allows(self, threshold: float) -> bool:
         """Whether an operator takes it, and leaves something out with it."""
@@ -87,6 +89,7 @@ SKIP_SCORES = ThresholdKind(
     ladder=tuple(2.0**e for e in range(-6, 15)),
     spare=0,
     bounds_mass=True,
+    example="0.1",
 )
 CHOOSE_BLOCKS = ThresholdKind(
     clause="choose-blocks",
@@ -102,5 +105,6 @@ CHOOSE_BLOCKS = ThresholdKind(
     ladder=tuple(2.0**-e for e in reversed(_BLOCK_EXPONENTS)),
     spare=2,
     bounds_mass=False,
+    example="0.0002",
 )
 KINDS = (SKIP_SCORES, CHOOSE_BLOCKS)

@@ -20,7 +20,7 @@ from stof.graph.index import DOMAIN
 from stof.op_rewrite import Job
 from stof.prompt_runs.limits import prompt_limits
 from stof.prompt_runs.page_bounds import Feed, empty_bounds, find_bounds
-from stof.sparsify.pages_report import PagedLayer, PagesReport
+from stof.sparsify.pages_report import PageChoiceRow, PagesReport
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.spec import SparsitySpec
 from stof.stages import Stage, find_model_inputs
@@ -112,10 +112,10 @@ def _check_switched_off(sessions: Sessions, exact: onnx.ModelProto, choosing: on
             )
 
 
-def _row_of(layer: PageLayer) -> PagedLayer:
+def _row_of(layer: PageLayer) -> PageChoiceRow:
     if layer.reason or layer.clause is None:
-        return PagedLayer(layer.name, layer.layer, False, layer.reason)
+        return PageChoiceRow(layer.name, layer.layer, False, layer.reason)
     clause = layer.clause
-    return PagedLayer(
+    return PageChoiceRow(
         layer.name, layer.layer, True, "", clause.pages, clause.rows, layer.past_bounds, layer.present_bounds
     )

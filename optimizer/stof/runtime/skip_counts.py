@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention left out in this process, by skip by score and choose blocks."""
+"""How much attention left out in this process: skip by score, choose blocks and choose pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from stof.runtime.library import EARLIER, LibraryError, library, op_limits
 
 @dataclass(frozen=True)
 class SkipCounts:
-    """Pairs of queries and keys of nodes with ``skip_threshold`` or ``block_threshold``: rows times keys of each tile.
-
-    Of nodes with ``chosen_pages``: queries of a KV head times keys of each page; what is skipped has no scores.
+    """Pairs of queries and keys: rows times keys of each tile, block or page.
 
     Attributes:
-        scored: pairs that a threshold decided about.
+        scored: pairs that skip by score, choose blocks or choose pages could leave out.
         skipped: those among them that were left out.
     """
 
@@ -33,7 +31,7 @@ class SkipCounts:
 
 
 def skip_counts() -> SkipCounts:
-    """What nodes with ``skip_threshold`` or ``block_threshold`` did in this process.
+    """What nodes with ``skip_threshold``, ``block_threshold`` or ``chosen_pages`` did in this process.
 
     It counts since the process began, or since ``reset_skip_counts``.
 

@@ -12,7 +12,7 @@ from stof.sparsify.threshold_report import number_ranges
 
 
 @dataclass(frozen=True)
-class PagedLayer:
+class PageChoiceRow:
     """An attention over a contiguous KV cache.
 
     Attributes:
@@ -46,7 +46,7 @@ class PagesReport:
     """
 
     spec: SparsitySpec
-    rows: list[PagedLayer] = field(default_factory=list)
+    rows: list[PageChoiceRow] = field(default_factory=list)
 
     @property
     def choosing(self) -> int:
@@ -66,7 +66,7 @@ class PagesReport:
 
     def lines(self) -> list[str]:
         """A line for each kind of row, and how to run the model."""
-        groups: dict[PagedLayer, list[PagedLayer]] = defaultdict(list)
+        groups: dict[PageChoiceRow, list[PageChoiceRow]] = defaultdict(list)
         for row in self.rows:
             groups[replace(row, node="", layer=0, past="", present="")].append(row)
         found = []

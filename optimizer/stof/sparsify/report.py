@@ -171,7 +171,7 @@ class SparsityReport:
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
             **{k.key: None if self.threshold_report is None else self.threshold_report.to_json(k) for k in KINDS},
-            **({} if self.pages is None else {"choose_pages": self.pages.to_json()}),
+            "choose_pages": None if self.pages is None else self.pages.to_json(),
         }
 
 

@@ -47,11 +47,11 @@ def check_request(spec: SparsitySpec, job: Job, given: Sequence[GivenFeed]) -> N
     """
     check_target(job.target, spec)
     planned = {} if job.plan is None else job.plan.thresholds
-    has_auto = any(c.threshold is None and c.kind not in planned for c in spec.threshold_clauses)
-    if has_auto and job.prompts is None and not given:
+    auto = [c.kind for c in spec.threshold_clauses if c.threshold is None and c.kind not in planned]
+    if auto and job.prompts is None and not given:
         raise ArgumentError(
             f"--sparsify {spec.text!r}: threshold=auto is calibrated on runs; give --prompts FILE for a model with logits, "
-            "--inputs FILE for any other, or a number: threshold=0.5 for instance"
+            f"--inputs FILE for any other, or a number: threshold={auto[0].example} for instance"
         )
 
 

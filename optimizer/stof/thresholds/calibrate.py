@@ -114,7 +114,7 @@ def _search(ladder: Ladder, run: Callable[[float], Trial], bound: float) -> tupl
         return -1, f"the least threshold, {rungs[0]:g}, loses more than the layer may"
     if not shares[low]:
         more = "a larger one loses more than the layer may" if low < len(rungs) - 1 else "no larger one is tried"
-        return -1, f"c = {rungs[low]:g} skips nothing here, and {more}"
+        return -1, f"c = {rungs[low]:g} leaves out nothing here, and {more}"
     nearly = min(rung for rung, share in shares.items() if share >= _NEARLY * shares[low])
     chosen = min(nearly, max(low - ladder.spare, 0))
     if chosen not in shares:
@@ -122,6 +122,6 @@ def _search(ladder: Ladder, run: Callable[[float], Trial], bound: float) -> tupl
     if not shares[chosen]:
         return (
             -1,
-            f"c = {rungs[chosen]:g} skips nothing here, and larger ones are too near {rungs[low]:g}, the largest that fits",
+            f"c = {rungs[chosen]:g} leaves out nothing here, and larger ones are too near {rungs[low]:g}, the largest that fits",
         )
     return chosen, ""

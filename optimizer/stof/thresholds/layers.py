@@ -71,7 +71,7 @@ def check_target(target: Target, spec: SparsitySpec) -> None:
         if is_calibrated and not any(leaves_out(op, CPU.name, kind) for op in OPS):
             raise ArgumentError(
                 f"--sparsify {spec.text!r}: thresholds are calibrated in runs on the CPU, whose kernels in this library do not "
-                f"{kind.verb}; give a number, threshold=0.5 for instance"
+                f"{kind.verb}; give a number, threshold={kind.example} for instance"
             )
 
 
