@@ -167,7 +167,8 @@ class ThresholdReport:
             lines.append(f"thresholds: calibrated on {self.calibrated_on}, with {self.runs} runs of the model")
         if self.share is not None:
             lines.append(
-                f"layers with thresholds leave out {_percent(self.share)} of their pairs of queries and keys, on {self.measured_on}"
+                f"layers with thresholds leave out {_percent(self.share)} of their pairs of queries and keys, "
+                f"on {self.measured_on}"
             )
         if self.skipping:
             unit = next(row.kind.unit for row in self.rows if row.skips)
