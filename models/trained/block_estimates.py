@@ -3,8 +3,8 @@
 
 ``python models/trained/block_estimates.py {prompts,documents} [--length N] [--texts N] [--shares 0.1 0.25 0.5] [--layers 0 1]``
 
-Each estimate gives a number for a query patch and a key patch. A block is kept where one of its numbers is close enough to the
-largest one of the same query patch, or where it has the first key or the queries' own positions. How close is close enough is
+Each estimate gives a number for a pooled query and a pooled key. A block is kept where one of its numbers is close enough to the
+largest one of the same pooled query, or where it has the first key or the queries' own positions. How close is close enough is
 chosen for each layer so that a given share of the blocks is kept. Printed for each estimate and share:
 
 * multiplications, relative to those of Q K^T, and the share of the blocks that is kept;
@@ -30,13 +30,13 @@ _SCALE = 1 / math.sqrt(_HEAD_SIZE)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A way to estimate the scores of a query patch and a key patch.
+    """A way to estimate the scores of a pooled query and a pooled key.
 
     Attributes:
-        kind: "means" of patches; "antidiagonals" of a patch, whose pairs are summed; "bounds" on the scores of a mean query
-            with keys between a smallest and a largest one; "samples": one query of a patch, all keys.
-        queries: of a patch.
-        keys: of a patch.
+        kind: "means" of pools; "antidiagonals" of a pool of queries and one of keys, whose pairs are summed; "bounds" on the scores of a mean query
+            with keys between a smallest and a largest one; "samples": one query of a pool, all keys.
+        queries: of a pool.
+        keys: of a pool.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Estimate:
         return {"antidiagonals": self.queries, "bounds": 2}.get(self.kind, 1) / pairs
 
     def scores(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Estimated scores of a head, [query patches, key patches], from q and k [S, D]."""
+        """Estimated scores of a head, [pooled queries, pooled keys], from q and k [S, D]."""
         queries, keys = (x.reshape(-1, n, x.shape[1]) for x, n in ((q, self.queries), (k, self.keys)))
         if self.kind == "samples":
             return np.asarray(queries[:, self.queries // 2] @ keys[:, 0].T * _SCALE)
@@ -64,7 +64,7 @@ class Estimate:
         return np.asarray(means @ keys.mean(1).T * _SCALE)
 
     def margins(self, q: np.ndarray, k: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """How far each block is below the largest estimate of the same query patch, at its best patch: [blocks, blocks], <= 0.
+        """How far each block is below the largest estimate of the same pooled query, at its best pooled key: [blocks, blocks], <= 0.
 
         Args:
             q: of a head, [S, D].
