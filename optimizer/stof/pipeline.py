@@ -421,6 +421,9 @@ def _estimate_memory(report: Report, memory: StageMemory, stages: Sequence[Stage
 
 def _time_models(report: Report, job: Job, stages: list[Stage], target: Path) -> None:
     """Times the original and the written model. What hinders is a note: the model is verified and written."""
+    if report.sparsity is not None and report.sparsity.chooses_pages:
+        report.notes += ("not timed: --time makes no bounds of pages; time your own decode loop",)
+        return
     from stof.verification.model_times import time_models
     from stof.verification.timed_cases import NotTimedError
 

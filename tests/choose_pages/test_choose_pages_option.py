@@ -70,8 +70,9 @@ def test_a_decoder_with_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str
     dims = {v.name: v.type.tensor_type for v in (*written.graph.input, *written.graph.output)}
     for name in (PAST, PRESENT):
         assert dims[name].elem_type == TensorProto.FLOAT
-        shape = [d.dim_value or d.dim_param for d in dims[name].shape.dim]
-        assert shape == ["B", G, "past_pages" if name == PAST else "present_pages", 2, D]
+        batch, heads, pages, two, size = (d.dim_value or d.dim_param for d in dims[name].shape.dim)
+        assert (batch, heads, two, size) == ("B", G, 2, D)
+        assert str(pages).endswith("past_pages_16" if name == PAST else "present_pages_16")
     assert {p.key: p.value.split(";")[0] for p in written.metadata_props}["stof_choose_pages"] == "outputs change"
 
     ids = np.random.default_rng(1).integers(0, WORDS, 300)
@@ -187,3 +188,47 @@ def test_folders_of_genai_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     err = capsys.readouterr().err
     assert "genai_config.json has no names for such a state; skip-scores needs none" in err
     assert not (tmp_path / "new").exists()
+
+
+def test_names_of_bounds_that_the_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = decoder(tmp_path)
+    proto = onnx.load(model)
+    proto.graph.node.append(onnx.helper.make_node("Identity", ["input_ids"], [PAST]))
+    onnx.save(proto, model)
+    status, target, _ = run(tmp_path, model, "choose-pages(pages=1)")
+    assert status == 1
+    assert not target.exists()
+    assert f"the model has a tensor {PAST!r}, the name of its bounds" in capsys.readouterr().err
+
+
+def test_prompts_need_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages have no other measure: a loss that cannot be measured is an error, not a line that says so."""
+    model = decoder(tmp_path)
+    proto = onnx.load(model)
+    for node in proto.graph.node:
+        node.output[:] = ["scores" if t == "logits" else t for t in node.output]
+        node.input[:] = ["scores" if t == "logits" else t for t in node.input]
+    next(o for o in proto.graph.output if o.name == "logits").name = "scores"
+    onnx.save(proto, model)
+    np.save(tmp_path / "prompts.npy", np.random.default_rng(0).integers(0, WORDS, (2, 300)))
+    status, target, _ = run(tmp_path, model, "choose-pages(pages=1)", "--prompts", str(tmp_path / "prompts.npy"))
+    assert status != 0
+    assert not target.exists()
+    assert "needs a model with output 'logits'" in capsys.readouterr().err
+
+
+def test_times_are_not_taken(tmp_path: Path) -> None:
+    model = decoder(tmp_path)
+    report = tmp_path / "report.json"
+    words = [
+        str(model),
+        "-o",
+        str(tmp_path / "out.onnx"),
+        "--json",
+        str(report),
+        "--sparsify",
+        "choose-pages(pages=1)",
+        "--time",
+    ]
+    assert cli.main(words) == 0
+    assert any("makes no bounds of pages" in note for note in json.loads(report.read_text())["notes"])

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from stof.cached_attention.site import OP
 from stof.choose_pages.layers import PageLayer, check_target, find_page_layers, put_pages
 from stof.errors import VerifyError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, session_environment
 from stof.files import temporary_folder
-from stof.graph.index import DOMAIN
 from stof.op_rewrite import Job
 from stof.prompt_runs.limits import prompt_limits
 from stof.prompt_runs.page_bounds import Feed, empty_bounds, find_bounds
@@ -24,7 +22,9 @@ from stof.sparsify.pages_report import PageChoiceRow, PagesReport
 from stof.sparsify.report import SparsityReport
 from stof.sparsify.spec import SparsitySpec
 from stof.stages import Stage, find_model_inputs
-from stof.thresholds.switched_off import draw_unpadded
+from stof.thresholds.switched_off import draw_unpadded, find_caches
+
+_MOST_CASES = 8  # that are tried until one runs
 
 
 def new_report(job: Job, spec: SparsitySpec) -> PagesReport | None:
@@ -73,22 +73,28 @@ def choose_pages(
     if all(x.reason for x in layers):
         return model
     choosing = put_pages(model, layers)
+    if report is not None and report.threshold_report is not None and report.threshold_report.cosines is not None:
+        report.threshold_report.warnings += ("choose-pages is not in the loss on inputs: --prompts measures it",)
     if not job.options.verify:
         return choosing
-    try:
-        for feed in draw_unpadded(find_model_inputs(job, stages)):
+    failure: Exception | None = None
+    for feed in draw_unpadded(find_model_inputs(job, stages), _MOST_CASES):
+        try:
             with temporary_folder(folder) as scratch:
                 sessions = Sessions(job.source.parent.resolve(), scratch, prompt_limits(job.options.verify_memory))
                 _check_switched_off(sessions, model, choosing, feed)
-    except (LimitReached, RuntimeFailure) as error:
-        raise VerifyError(f"choose-pages could not be verified: {error}") from error
+            return choosing
+        except (LimitReached, RuntimeFailure) as error:  # a window is longer than this cache, for instance
+            failure = error
+    if failure is not None:
+        raise VerifyError(f"choose-pages could not be verified: {failure}") from failure
     return choosing
 
 
 def _check_switched_off(sessions: Sessions, exact: onnx.ModelProto, choosing: onnx.ModelProto, feed: Feed) -> None:
     """Compares outputs bit by bit under ``STOF_SKIP_SCORES=0``. Caches are left out: rows behind their keys are undefined."""
     bounds = find_bounds(choosing)
-    caches = {t for n in choosing.graph.node if (n.domain, n.op_type) == (DOMAIN, OP) for t in n.output[1:3]}
+    caches = find_caches(exact)
     with session_environment(STOF_SKIP_SCORES="0"):
         session = sessions.make(exact, optimized=True, library=True)
         expected = dict(zip(session.outputs, session.run(None, feed), strict=True))

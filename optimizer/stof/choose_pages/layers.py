@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 from onnx import TensorProto, helper
@@ -89,6 +89,11 @@ def find_page_layers(model: onnx.ModelProto, spec: SparsitySpec) -> tuple[PageLa
     inputs = {i.name: i for i in model.graph.input}
     outputs = {o.name for o in model.graph.output}
     main = {id(n) for n in model.graph.node}
+    taken = {
+        *inputs,
+        *(i.name for i in model.graph.initializer),
+        *(t for n in all_nodes(model.graph.node) for t in n.output),
+    }
     layers = []
     for index, node in enumerate(nodes):
         past, present = input_of(node, INPUT_INDEX["past_key"]), node.output[1]
@@ -99,7 +104,13 @@ def find_page_layers(model: onnx.ModelProto, spec: SparsitySpec) -> tuple[PageLa
             reason = "its cache slides, so that rows move from page to page"
         if not reason and inputs[past].type.tensor_type.elem_type not in _FLOATS:
             reason = "its cache is quantized"
-        layers.append(PageLayer(node.name or node.output[0], index, clauses[index], past, present, reason))
+        layer = PageLayer(node.name or node.output[0], index, clauses[index], past, present, reason)
+        if not reason:
+            names = {layer.past_bounds, layer.present_bounds}
+            if names & taken:
+                layer = replace(layer, reason=f"the model has a tensor {min(names & taken)!r}, the name of its bounds")
+            taken |= names
+        layers.append(layer)
     wanted = [x for x in layers if x.clause is not None]
     if wanted and all(x.reason for x in wanted):
         raise ArgumentError(f"--sparsify {spec.text!r}: no attention can choose pages: {wanted[0].reason}")
@@ -124,8 +135,8 @@ def put_pages(model: onnx.ModelProto, layers: Sequence[PageLayer]) -> onnx.Model
         node.input.append(layer.past_bounds)
         node.output.append(layer.present_bounds)
         past = inputs[layer.past_key]
-        copy.graph.input.append(_value_info(layer.past_bounds, past, "past_pages"))
-        copy.graph.output.append(_value_info(layer.present_bounds, past, "present_pages"))
+        copy.graph.input.append(_value_info(layer.past_bounds, past, f"past_pages_{clause.rows}"))
+        copy.graph.output.append(_value_info(layer.present_bounds, past, f"present_pages_{clause.rows}"))
         notes.append(f"{layer.name}: {clause.pages} pages of {clause.rows} rows")
     add_bounds(copy)
     entry = copy.metadata_props.add()
@@ -134,15 +145,16 @@ def put_pages(model: onnx.ModelProto, layers: Sequence[PageLayer]) -> onnx.Model
 
 
 def _value_info(name: str, past_key: onnx.ValueInfoProto, pages: str) -> onnx.ValueInfoProto:
-    """Bounds [B, G, pages, 2, D] of a cache [B, G, C, D]."""
+    """Bounds [B, G, pages, 2, D] of a cache [B, G, C, D]; `pages` names their number, beside the name of C."""
     info = onnx.ValueInfoProto()
     info.CopyFrom(past_key)
     info.name = name
     dims = info.type.tensor_type.shape.dim
     size = onnx.TensorShapeProto.Dimension()
     size.CopyFrom(dims[3])
+    capacity = dims[2].dim_param
     dims[2].Clear()
-    dims[2].dim_param = pages
+    dims[2].dim_param = f"{capacity}_{pages}" if capacity else pages
     dims[3].Clear()
     dims[3].dim_value = 2
     dims.add().CopyFrom(size)

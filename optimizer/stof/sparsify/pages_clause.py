@@ -38,7 +38,7 @@ def read_pages(clause: str, items: Sequence[str]) -> PagesClause:
         ArgumentError: naming the key and the value, and what was expected.
     """
     fields = ClauseFields(clause, items, ("pages", "rows", "layers", "dense_layers"))
-    rows = fields.number("rows", min(PAGE_ROWS), _DEFAULT_ROWS, max(PAGE_ROWS))
+    rows = fields.number("rows", 0, _DEFAULT_ROWS, 1 << 22)
     if rows not in PAGE_ROWS:
         raise fields.error("rows", "16, 32, 64 or 128")
     return PagesClause(fields.number("pages", 1), rows, fields.slices("layers"), fields.slices("dense_layers"))

@@ -90,9 +90,13 @@ class SparsityReport:
     @property
     def changes_outputs(self) -> bool:
         """Whether an attention has a pattern or a threshold, or chooses pages."""
-        chooses = self.pages is not None and self.pages.choosing > 0
         has_thresholds = self.threshold_report is not None and self.threshold_report.skipping > 0
-        return self.sparsified > 0 or chooses or has_thresholds
+        return self.sparsified > 0 or self.chooses_pages or has_thresholds
+
+    @property
+    def chooses_pages(self) -> bool:
+        """Whether an attention chooses pages."""
+        return self.pages is not None and self.pages.choosing > 0
 
     @property
     def thresholds(self) -> Mapping[ThresholdKind, Mapping[str, float]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,7 +144,7 @@ def _check_switched_off(
     stages: Sequence[Stage],
     folder: Path,
     model: onnx.ModelProto,
-    feeds: Sequence[Mapping[str, np.ndarray]],
+    feeds: Iterable[Mapping[str, np.ndarray]],
 ) -> None:
     """Compares the model with thresholds with the verified one, where options ask for verification.
 

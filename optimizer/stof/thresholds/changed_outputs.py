@@ -114,7 +114,8 @@ def measure_loss_on_prompts(
     from stof.prompt_runs.measure_loss import check_loss, measure_loss
     from stof.thresholds.apply import counted_skipping
 
-    by_itself = report.sparsity is None or not report.sparsity.sparsified  # what changes outputs says how much
+    # Patterns and pages have no other measure; thresholds and neurons say themselves what they lose.
+    by_itself = report.sparsity is None or not (report.sparsity.sparsified or report.sparsity.chooses_pages)
     if by_itself and not has_logits(job.model):
         return
     thresholds = None if report.sparsity is None else report.sparsity.threshold_report

@@ -12,10 +12,12 @@ from onnx import helper
 from stof.arguments.threshold_kinds import CHOOSE_BLOCKS, KINDS, ThresholdKind, ThresholdSite
 from stof.attention.function_body import OP as ATTENTION
 from stof.cached_attention.paged.site import OP as PAGED
+from stof.cached_attention.site import INPUT_INDEX
 from stof.cached_attention.site import OP as CACHED
 from stof.errors import ArgumentError
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.names import FreshNames
+from stof.graph.node_fields import input_of
 from stof.graph.protobuf import copy_model
 from stof.mask.expression import MaskExpression
 from stof.runtime.skip_counts import leaves_out
@@ -113,6 +115,8 @@ def _why_no_choice(node: onnx.NodeProto) -> str:
     roles = set(texts.get("operands", "").split())
     if bias := sorted(r for r in roles if r == "bias" or r.startswith("relative_")):
         return f"its scores have terms besides products of queries and keys ({bias[0]})"
+    if node.op_type == CACHED and input_of(node, INPUT_INDEX["attention_bias"]):
+        return "its scores have terms besides products of queries and keys (attention_bias)"
     if texts.get("empty_rows") == "all":
         return "its fully masked rows attend all keys"
     mask = MaskExpression.parse(texts["mask"]) if texts.get("mask") else None
