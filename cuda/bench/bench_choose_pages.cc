@@ -129,7 +129,7 @@ void* MakeBounds(stof::DType dtype, int64_t pages, int64_t D, std::mt19937* rand
 struct Step {
   stof::CacheAppendArgs append;
   stof::AttentionArgs attention;
-  stof::cuda::ChooseParams choose;
+  stof::cuda::PageChoiceParams choose;
 };
 
 struct Problem {
@@ -158,7 +158,7 @@ void BindAttention(const stof::CacheAppendArgs& append, int64_t chosen, int64_t 
 }
 
 // What the decode family gives its kernels.
-void BindChoice(const stof::AttentionArgs& args, Memory* memory, stof::cuda::ChooseParams* params) {
+void BindChoice(const stof::AttentionArgs& args, Memory* memory, stof::cuda::PageChoiceParams* params) {
   const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
   const stof::AttentionShape& shape = args.shape;
   const stof::PageChoice& choice = args.kv.choice;

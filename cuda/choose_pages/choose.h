@@ -14,7 +14,7 @@ namespace stof {
 namespace cuda {
 
 // Parameters of the kernels that score and choose pages. Strides count elements; pointers are device addresses.
-struct ChooseParams {
+struct PageChoiceParams {
   int32_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0;
   DType dtype = DType::kF16;    // of queries, keys and bounds: fp16 or bf16
   const void* query = nullptr;  // [B, H, S, D]
@@ -68,9 +68,9 @@ inline bool CanChoosePages(DType dtype, int64_t D) {
 
 // Queue a kernel on the stream, a cudaStream_t. They give a CUDA error code, 0 for none.
 // Scores the candidates of each KV head. Where `key` is given, it also computes the bounds of pages with new rows.
-int LaunchPageScores(const ChooseParams& params, void* stream);
+int LaunchPageScores(const PageChoiceParams& params, void* stream);
 // Writes list and left_out. Runs behind LaunchPageScores.
-int LaunchPageChoice(const ChooseParams& params, void* stream);
+int LaunchPageChoice(const PageChoiceParams& params, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t SortableScore(float x) {
   return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// The first CTAs, kNewPages for each KV head, compute the bounds of a page with new rows where ChooseParams::key is
+// The first CTAs, kNewPages for each KV head, compute the bounds of a page with new rows where PageChoiceParams::key is
 // given. The others score kPages pages of a KV head each.
 template <int kHead, typename T>
 class PageScores {
@@ -38,7 +38,7 @@ class PageScores {
   using Bounds = PageBoundsOf<T, 8, kThreads>;
   using Shared = typename Bounds::Shared;
 
-  __device__ explicit PageScores(const ChooseParams& params)
+  __device__ explicit PageScores(const PageChoiceParams& params)
       : params_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
   __device__ void Run(Shared& shared) {
@@ -144,7 +144,7 @@ class PageScores {
     most[1] = MaxOrNan(most[1], MaxOrNan(sum[2], sum[3]));
   }
 
-  const ChooseParams& params_;
+  const PageChoiceParams& params_;
   const int warp_, lane_;
 };
 

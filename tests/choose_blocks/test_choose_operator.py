@@ -211,5 +211,6 @@ def test_limits_of_the_library_say_which_targets_choose() -> None:
     for op in OPS:
         targets = op_limits()[op]["targets"]
         assert targets["cpu"]["chooses_blocks"] is True
+        assert ("chooses_blocks" in targets["cuda"]) == (op != "StofPagedAttention")
         assert "chooses_blocks" not in targets["tensorrt"]
     assert "chooses_blocks" not in op_limits()["StofGemm"]["targets"]["cpu"]

@@ -33,7 +33,7 @@ constexpr auto kCanChoose = CanChooseBlocks;
 constexpr auto kLaunch = LaunchChooseBlocks;
 #else
 constexpr auto kCanChoose = [](int64_t, int64_t, int) { return false; };
-constexpr auto kLaunch = [](bool, const ChooseParams&, int, void*) { return 0; };
+constexpr auto kLaunch = [](bool, const BlockChoiceParams&, int, void*) { return 0; };
 #endif
 
 }  // namespace
@@ -83,7 +83,7 @@ Status ChooseBlocks(AttentionJob* job, const KernelEntry& kernel, AttentionParam
   if (memory == nullptr) return Status();
   const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
   const auto words = [memory](int64_t at) { return reinterpret_cast<int32_t*>(memory + at); };
-  ChooseParams p;
+  BlockChoiceParams p;
   p.attention = *attention;
   p.patch_size = narrow(layout.patch_size);
   p.row_blocks = narrow(layout.row_blocks), p.key_blocks = narrow(layout.key_blocks);

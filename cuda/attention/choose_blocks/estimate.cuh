@@ -53,7 +53,7 @@ class BlockChooser {
   static constexpr int kScores = S::kN / 2;  // elements of a thread, of 64 x N
 
  public:
-  __device__ BlockChooser(const ChooseParams& p, unsigned char* shared)
+  __device__ BlockChooser(const BlockChoiceParams& p, unsigned char* shared)
       : p_(p),
         warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0)),
         lane_(static_cast<int>(threadIdx.x) % 32),
@@ -460,7 +460,7 @@ class BlockChooser {
     p_.row_ptr[row] = begin, p_.full_begin[row] = full, p_.row_end[row] = at;
   }
 
-  const ChooseParams& p_;
+  const BlockChoiceParams& p_;
   const int warp_, lane_, words_;
   const uint32_t base_;
   uint32_t* const sets_;
@@ -471,7 +471,7 @@ class BlockChooser {
 };
 
 template <typename S, typename T>
-__global__ void __launch_bounds__(S::kThreads, 1) ChooseBlocks(const __grid_constant__ ChooseParams params) {
+__global__ void __launch_bounds__(S::kThreads, 1) ChooseBlocks(const __grid_constant__ BlockChoiceParams params) {
   extern __shared__ unsigned char shared[];
   const uint32_t lost = -SharedAddress(shared) & (S::kToAlign - 1u);
   BlockChooser<S, T>(params, shared + lost).Run();

@@ -13,7 +13,7 @@ namespace stof {
 namespace cuda {
 
 // Passed to kernels by value; pointers are device addresses. choose_blocks/layout.h has the sizes.
-struct ChooseParams {
+struct BlockChoiceParams {
   CUtensorMap query_map, key_map;  // of the patches, [B * G, rows, patch size]
   // Queries, keys, scale, softcap, pad_bits, and the mask that the chosen tiles are taken from: tiles of kChosenRows
   // queries and kChosenKeys / tiles_of_block keys.
@@ -45,11 +45,11 @@ constexpr uint32_t PatchTileRows(int64_t patch_size) { return patch_size <= 128 
 bool CanChooseBlocks(int64_t patch_size, int64_t key_blocks, int shared_bytes);
 
 // Sets the TMA maps from the patches. False where the driver has no TMA.
-bool MakePatchMaps(bool bf16, ChooseParams* params);
+bool MakePatchMaps(bool bf16, BlockChoiceParams* params);
 
 // Queues the kernels that average patches, choose blocks and order tile rows by falling length. Gives a CUDA error
 // code, 0 for none. stream is a cudaStream_t.
-int LaunchChooseBlocks(bool bf16, const ChooseParams& params, int sm_count, void* stream);
+int LaunchChooseBlocks(bool bf16, const BlockChoiceParams& params, int sm_count, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t FirstBits(int64_t count) {
 }
 
 // Which keys of a patch exist and are not padding.
-__device__ __forceinline__ uint32_t KeysOfPatch(const ChooseParams& p, int b, int patch) {
+__device__ __forceinline__ uint32_t KeysOfPatch(const BlockChoiceParams& p, int b, int patch) {
   const AttentionParams& a = p.attention;
   const int64_t first = patch * kPatchKeys;
   int64_t keys = a.T;
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t KeysOfPatch(const ChooseParams& p, int b, in
 // A group of kSize / 8 threads has a patch: first those of queries, then those of keys. A negative scale changes the
 // sign of query patches, so that estimates need none.
 template <typename T, int kSize>
-__global__ void __launch_bounds__(kPatchThreads) AveragePatches(const __grid_constant__ ChooseParams p) {
+__global__ void __launch_bounds__(kPatchThreads) AveragePatches(const __grid_constant__ BlockChoiceParams p) {
   LetNextStart();
   WaitForPrevious();
   constexpr int kLanes = kSize / kItems;

@@ -170,10 +170,10 @@ DecodeParams MakeParams(const AttentionJob& job, const AttentionPlan& plan) {
   return params;
 }
 
-ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decode) {
+PageChoiceParams MakePageChoiceParams(const AttentionJob& job, const DecodeParams& decode) {
   const AttentionParams& p = decode.attention;
   const PageChoice& choice = job.args().kv.choice;
-  ChooseParams params;
+  PageChoiceParams params;
   params.B = p.B, params.H = p.H, params.G = p.G, params.S = p.S, params.T = p.T, params.D = p.D;
   params.dtype = job.args().shape.dtype;
   params.query = p.query, params.query_stride = p.query_stride;
@@ -196,7 +196,7 @@ ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decod
 
 // Lists the pages that each KV head attends, and has the decode kernel read them.
 Status ChoosePages(AttentionJob* job, DecodeParams* params) {
-  ChooseParams choose = MakeChooseParams(*job, *params);
+  PageChoiceParams choose = MakePageChoiceParams(*job, *params);
   const ChooseWorkspace workspace(int64_t{choose.B} * choose.G, choose.pages, choose.columns);
   auto* const memory = static_cast<char*>(job->GetWorkspace(0, 5, static_cast<size_t>(workspace.bytes)));
   if (memory == nullptr) {

@@ -67,7 +67,7 @@ bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params)
                   &params->output_step_h, &params->output_step_b);
 }
 
-bool MakePatchMaps(bool bf16, ChooseParams* params) {
+bool MakePatchMaps(bool bf16, BlockChoiceParams* params) {
   const CUtensorMapDataType half = bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const AttentionParams& p = params->attention;
   const int64_t size = params->patch_size, heads = int64_t{p.B} * p.G;

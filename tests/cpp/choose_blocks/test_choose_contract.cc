@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plugins/core/c_api/c_api.h"
+#include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/chosen_blocks.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
@@ -97,6 +98,8 @@ TEST(CallsThatChooseBlocks) {
   CHECK(ChoosesBlocks(usual));
   const std::string limits = stof_op_limits();
   CHECK(limits.find("\"chooses_blocks\": true") != std::string::npos, limits);
+  CHECK(AttentionLimits::ChoosesBlocks(Target::kCpu) && AttentionLimits::ChoosesBlocks(Target::kCuda));
+  CHECK(AttentionLimits::ChoosesBlocksOfPages(Target::kCpu) && !AttentionLimits::ChoosesBlocksOfPages(Target::kCuda));
 }
 
 }  // namespace stof::test::attention

@@ -126,7 +126,7 @@ class Runner {
           ", expected ", counted, " and ", skipped);
   }
 
-  cuda::ChooseParams params;
+  cuda::PageChoiceParams params;
 
  private:
   const Case c_;

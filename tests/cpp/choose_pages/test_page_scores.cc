@@ -31,7 +31,7 @@ void RunCase(uint64_t seed) {
   using Scores = cuda::PageScores<kHead, Bf16>;
   Random random(seed);
   const auto shift = static_cast<int32_t>(random.Range(4, 7)), rows = 1 << shift;
-  cuda::ChooseParams params;
+  cuda::PageChoiceParams params;
   params.B = 2, params.G = 2, params.H = 2 * static_cast<int32_t>(random.Range(1, 5));
   params.S = static_cast<int32_t>(random.Range(1, 3)), params.T = 20 * rows + static_cast<int32_t>(random.Range(-9, 9));
   params.D = kHead, params.shift = shift, params.pages = (params.T + rows - 1) / rows, params.chosen = 2;

@@ -18,7 +18,7 @@
 namespace stof::test::choose {
 namespace {
 
-using cuda::ChooseParams;
+using cuda::BlockChoiceParams;
 using cuda::ChoosingLayout;
 using cuda::EmulatedBf16;
 
@@ -85,7 +85,7 @@ class Device {
     }
   }
 
-  const ChooseParams& params() const { return params_; }
+  const BlockChoiceParams& params() const { return params_; }
   const BlockMask& mask() const { return mask_; }
   SkipCounts counts() const { return {counts_[0], counts_[1]}; }
 
@@ -128,7 +128,7 @@ class Device {
   std::vector<uint4> memory_;
   BlockMask mask_;
   unsigned long long counts_[2] = {};
-  ChooseParams params_;
+  BlockChoiceParams params_;
 };
 
 void Device::RunThreads(int64_t ctas) {
@@ -182,7 +182,7 @@ Wanted FindWanted(const Dense& d, const BlockSets& sets, int64_t bh, int64_t blo
 
 void CheckLists(const Case& c, const Problem& p, const BlockSets& sets, const Device& device, int64_t keys,
                 const std::string& where) {
-  const ChooseParams& params = device.params();
+  const BlockChoiceParams& params = device.params();
   cuda::DeviceMask chosen;
   chosen.row_ptr = params.row_ptr, chosen.row_end = params.row_end, chosen.full_begin = params.full_begin;
   chosen.key_tile = params.key_tile, chosen.bits_id = params.bits_id;
