@@ -20,12 +20,12 @@ __global__ void __launch_bounds__(PageScores<kHead, T>::kThreads, 4)
 
 constexpr int kChoiceThreads = 1024;
 
-// Adds the pairs of the query rows of a KV head and the keys of pages that count, but not those of invalid sequences.
+// Adds the pairs of the query rows of a KV head and the keys of allowed pages, but not those of invalid sequences.
 __device__ void CountPairs(const PageChoiceParams& params, const PageRange& range, int b, int keys, int left_out) {
   if (params.is_invalid != nullptr && LoadFresh(params.is_invalid + b) != 0) return;
   const auto rows = static_cast<unsigned long long>(params.H / params.G * params.S);
-  const int counted = keys - (range.begin << params.shift);
-  atomicAdd(params.counts, rows * static_cast<unsigned long long>(counted > 0 ? counted : 0));
+  const int allowed = keys - (range.begin << params.shift);
+  atomicAdd(params.counts, rows * static_cast<unsigned long long>(allowed > 0 ? allowed : 0));
   atomicAdd(params.counts + 1, rows * static_cast<unsigned long long>(left_out));
 }
 

@@ -88,7 +88,7 @@ def test_outputs_are_those_of_the_definition(S: int, T: int, dtype: str, mask: s
         assert counts.share > 0.15
 
 
-def test_padding_left_and_right_is_in_no_patch() -> None:
+def test_padding_left_and_right_is_in_no_pooled_key() -> None:
     S = T = 600
     feeds = draw(S, T, B=2)
     pad = np.ones((2, T), np.bool_)

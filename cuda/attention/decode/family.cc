@@ -68,7 +68,7 @@ int64_t CountTiles(const AttentionJob& job) {
     const int64_t tiles = MostTiles(window->window_left, shape.S, shape.T, window->window_block);
     if (ChoosesPages(job.args())) {
       const PageChoice& choice = job.args().kv.choice;
-      const int64_t pages = ListColumns(choice.pages, CountPages(shape.T, choice.rows));
+      const int64_t pages = ListColumns(choice.chosen, CountPages(shape.T, choice.rows));
       return std::min(tiles, CeilDiv(pages * choice.rows, kTileKeys));
     }
     return tiles + MostColumnTiles(ColumnsOf(job), shape.T);
@@ -185,7 +185,7 @@ PageChoiceParams MakePageChoiceParams(const AttentionJob& job, const DecodeParam
   params.bounds_stride_page = choice.stride_page;
   params.shift = PageShift(choice.rows);
   params.pages = static_cast<int32_t>(CountPages(p.T, choice.rows));
-  params.chosen = static_cast<int32_t>(std::min<int64_t>(choice.pages, params.pages));
+  params.chosen = static_cast<int32_t>(std::min<int64_t>(choice.chosen, params.pages));
   params.columns = static_cast<int32_t>(ListColumns(params.chosen, params.pages));
   if (choice.lacks_new_bounds) {
     params.key = p.key, params.key_stride = p.key_stride;

@@ -69,7 +69,7 @@ struct AttentionLimits {
   // Attributes chosen_pages and page_rows.
   static constexpr bool IsChosenPages(int64_t x) { return x >= 0 && x <= kMostLength; }
   static constexpr bool IsPageRows(int64_t x) { return x == 16 || x == 32 || x == 64 || x == 128; }
-  // Whether kernels of a target choose pages of a KV cache, and keep their bounds. Others refuse chosen_pages.
+  // Whether kernels of a target choose pages of a KV cache, and keep their key bounds. Others refuse chosen_pages.
   static constexpr bool ChoosesPages(Target target) { return target == Target::kCpu || target == Target::kCuda; }
 
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {
