@@ -75,7 +75,7 @@ AttentionArgs ArgsOf(const AttentionArgs& whole, const cuda::MaskPart& part) {
   args.scores.sink.data = Advance(whole.scores.sink.data, part.h, SizeOf(whole.scores.sink.dtype));
   if (whole.kv.pages.given()) args.kv.pages.table += part.b * whole.kv.pages.columns;
   if (whole.kv.key_ends != nullptr) args.kv.key_ends += part.b;
-  if (whole.scores.own_keys.first_rows != nullptr) args.scores.own_keys.first_rows += part.b;
+  if (whole.scores.diagonal.first_rows != nullptr) args.scores.diagonal.first_rows += part.b;
   if (whole.mask.existence_bias != nullptr) args.mask.existence_bias += part.b * shape.T;
   AttentionOutput& output = args.output;
   output.data = static_cast<char*>(output.data) + at(output.stride, part.h, part.row) * size;

@@ -27,7 +27,7 @@ constexpr size_t kTableCount = 4;  // of relative positions
 struct Layout {
   // Byte offsets.
   int64_t pad = 0, order = 0, keys = 0, values = 0, partial = 0, scratch = 0, column_keys = 0, column_values = 0,
-          patches = 0, patches_found = 0, total = 0;
+          pooled_keys = 0, pooled_keys_found = 0, total = 0;
   int64_t scratch_each = 0;
   std::vector<int64_t> ends;  // of parts, where red zones follow
   int64_t table_rows[kTableCount] = {}, table_row_bias[kTableCount] = {};
@@ -68,8 +68,8 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
     }
   }
   if (problem.chooses_blocks) {
-    layout.patches = take(args.shape.G * problem.patch_panels * cpu::kPanel * args.shape.D * 4);
-    layout.patches_found = take(problem.patch_panels * 4);
+    layout.pooled_keys = take(args.shape.G * problem.pooled_panels * cpu::kPanel * args.shape.D * 4);
+    layout.pooled_keys_found = take(problem.pooled_panels * 4);
   }
   for (size_t i = 0; problem.relative != nullptr && i < kTableCount; ++i) {
     const cpu::PackedTable& table = *ListTables(problem.relative)[i];
@@ -266,8 +266,8 @@ void GatherColumns(const Job& job, int64_t first, int64_t last, void* /*scratch*
 void Pack(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack(job.problem, first, last, scratch);
 }
-void PackPatches(const Job& job, int64_t first, int64_t last, void* scratch) {
-  job.kernels.pack_patches(job.problem, first, last, scratch);
+void PackPooledKeys(const Job& job, int64_t first, int64_t last, void* scratch) {
+  job.kernels.pack_pooled_keys(job.problem, first, last, scratch);
 }
 void PackTables(const Job& job, int64_t first, int64_t last, void* scratch) {
   job.kernels.pack_tables(job.problem, first, last, scratch);
@@ -351,7 +351,7 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   if (args.shape.T > config.n) config.n = 128;
   // Whole strips, or, where blocks are chosen, parts of a block; fewer rows where threads would get less than four
   // items each.
-  const bool chooses = ChoosesBlocks(args) && args.shape.T > kChosenKeys;
+  const bool chooses = ChoosesBlocks(args) && args.shape.T > kBlockKeys;
   const int least = chooses ? 32 : 24;
   config.m = 4 * least;
   while (config.m > least && CountTileRows(args, config.m) < 4 * int64_t{threads}) config.m /= 2;
@@ -403,10 +403,10 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }
   if (problem.chooses_blocks) {
-    problem.key_patches = reinterpret_cast<float*>(base + layout.patches);
-    problem.patches_found = reinterpret_cast<uint32_t*>(base + layout.patches_found);
-    const int64_t panels = args.shape.G * problem.patch_panels;
-    Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackPatches);
+    problem.pooled_keys = reinterpret_cast<float*>(base + layout.pooled_keys);
+    problem.pooled_keys_found = reinterpret_cast<uint32_t*>(base + layout.pooled_keys_found);
+    const int64_t panels = args.shape.G * problem.pooled_panels;
+    Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, PackPooledKeys);
   }
   if (problem.relative != nullptr) {
     int64_t panels = 0;

@@ -50,11 +50,11 @@ struct BlockMaskArrays {
 struct SequenceTiles {
   int64_t first = 0, last = 0;
   int64_t first_panel = 0, panels = 0;
-  int64_t first_patch_panel = 0, patch_panels = 0;  // likewise of the patches of these keys, where blocks are chosen
+  int64_t first_pooled_panel = 0, pooled_panels = 0;  // likewise of the pooled keys, where blocks are chosen
 };
 
-// Choose blocks: patches of a block of keys and of queries, and what becomes of a key block.
-constexpr int64_t kPatchesOfBlock = kChosenKeys / kPatchKeys, kQueryPatches = kChosenRows / kPatchQueries;
+// Choose blocks: pooled keys and queries of a block, and what becomes of a key block.
+constexpr int64_t kPooledKeysOfBlock = kBlockKeys / kPooledKeys, kPooledQueriesOfBlock = kBlockQueries / kPooledQueries;
 enum BlockChoice : uint8_t { kNoPair, kLeftOut, kChosen };
 
 // Few queries: the KV splits of one KV head of a sequence, an item each.
@@ -123,11 +123,11 @@ struct AttentionProblem {
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
   float* packed_keys = nullptr;        // ring_tiles = 0: of each sequence [G, its panels, D, kPanel]
   float* packed_values = nullptr;      // likewise, pack_values: [G, panels, kPanel, Dv rounded up to kPanel]
-  // Key blocks are chosen by patches: tiles are blocks of keys, and tile rows divide blocks of queries.
+  // Key blocks are chosen: tiles are blocks of keys, and tile rows divide blocks of queries.
   bool chooses_blocks = false;
-  int64_t patch_panels = 0;           // of all sequences, for each KV head
-  float* key_patches = nullptr;       // of each sequence [G, its panels, D, kPanel]
-  uint32_t* patches_found = nullptr;  // [patch_panels], bit j: patch j of the panel has a key
+  int64_t pooled_panels = 0;              // of all sequences, for each KV head
+  float* pooled_keys = nullptr;           // of each sequence [G, its panels, D, kPanel]
+  uint32_t* pooled_keys_found = nullptr;  // [pooled_panels], bit j: pooled key j of the panel has a key
   // The first key tiles hold gathered columns (KvArgs::columns): [B, G, column_tiles * n, D or Dv], dense.
   int64_t column_tiles = 0;
   const char* column_keys = nullptr;
@@ -152,8 +152,8 @@ struct AttentionKernels {
   void (*prepare)(const AttentionProblem& problem, void* scratch);  // before a worker's first item
   // Packs panels [first, last) of the G * panels there are into packed_keys and packed_values.
   void (*pack)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
-  // Makes panels [first, last) of the G * patch_panels there are, in key_patches.
-  void (*pack_patches)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
+  // Makes panels [first, last) of the G * pooled_panels there are, in pooled_keys.
+  void (*pack_pooled_keys)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Packs panels [first, last) of the relative tables, counted over tables and heads.
   void (*pack_tables)(const AttentionProblem& problem, int64_t first, int64_t last, void* scratch);
   // Attends one tile row, item of B * H * tile_rows, which exists; next is the worker's next one, or -1.

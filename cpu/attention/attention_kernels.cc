@@ -3,7 +3,7 @@
 #include "cpu/attention/attention_worker.h"
 #include "cpu/attention/choose.h"
 #include "cpu/attention/output.h"
-#include "cpu/attention/patches.h"
+#include "cpu/attention/pooling.h"
 #include "cpu/attention/relative.h"
 #include "cpu/attention/scores.h"
 #include "cpu/attention/skip.h"
@@ -55,23 +55,23 @@ void Pack(const AttentionProblem& problem, int64_t first, int64_t last, void* me
   }
 }
 
-void PackPatches(const AttentionProblem& problem, int64_t first, int64_t last, void* memory) {
+void PackPooledKeys(const AttentionProblem& problem, int64_t first, int64_t last, void* memory) {
   const AttentionArgs& args = *problem.args;
   const Scratch scratch(problem, memory);
   int64_t b = 0;
   for (int64_t i = first; i < last; ++i) {  // heads are innermost, as in Pack
     const int64_t g = i % args.shape.G, panel = i / args.shape.G;
-    while (problem.sequences[b].first_patch_panel + problem.sequences[b].patch_panels <= panel) ++b;
+    while (problem.sequences[b].first_pooled_panel + problem.sequences[b].pooled_panels <= panel) ++b;
     const SequenceTiles& sequence = problem.sequences[b];
-    const int64_t packed = panel - sequence.first_patch_panel;
-    const int64_t at = sequence.first_patch_panel * args.shape.G + g * sequence.patch_panels + packed;
-    const int64_t key0 = sequence.first * problem.n + packed * kPanel * kPatchKeys;
+    const int64_t packed = panel - sequence.first_pooled_panel;
+    const int64_t at = sequence.first_pooled_panel * args.shape.G + g * sequence.pooled_panels + packed;
+    const int64_t key0 = sequence.first * problem.n + packed * kPanel * kPooledKeys;
     const char* const keys =
         static_cast<const char*>(args.key.data) +
         SizeOf(KvType(args.shape)) * (BeginOfKeys(args, args.key.stride, b) + g * args.key.stride.h);
-    const uint32_t found = PackPatchPanel(problem, RowsOfHead(args, keys, args.key.stride.s, b), b, g, key0, scratch,
-                                          problem.key_patches + at * args.shape.D * kPanel);
-    if (g == 0) problem.patches_found[panel] = found;
+    const uint32_t found = PackPooledPanel(problem, RowsOfHead(args, keys, args.key.stride.s, b), b, g, key0, scratch,
+                                           problem.pooled_keys + at * args.shape.D * kPanel);
+    if (g == 0) problem.pooled_keys_found[panel] = found;
   }
 }
 
@@ -172,7 +172,7 @@ const uint64_t* SkippedPairs(const AttentionProblem& problem, void* memory) {
 }  // namespace
 
 STOF_EXPORT_KERNELS(AttentionKernels, attention) = {
-    ScratchBytes, Prepare, Pack, PackPatches, PackTables, AttendTileRow, AttendSplit, CombineSplits, SkippedPairs,
+    ScratchBytes, Prepare, Pack, PackPooledKeys, PackTables, AttendTileRow, AttendSplit, CombineSplits, SkippedPairs,
 };
 
 }  // namespace cpu

@@ -424,10 +424,10 @@ class AttentionWorker {
 
   // ---- cpu/attention/choose.h ----
   __attribute__((noinline)) void ChooseBlocks();
-  void FindCountingBlocks(int64_t row0, int64_t rows) const;
-  void EstimateBlocks(int64_t patches, float* most) const;
+  void FindCandidates(int64_t row0, int64_t rows) const;
+  void EstimateBlocks(int64_t pooled, float* max_estimates) const;
   void CapEstimates(int64_t count, float* estimates) const;
-  static float HighestEstimate(const float* estimates, uint64_t found, float* most);
+  static float MaxOfBlock(const float* estimates, uint64_t found, float* max_estimate);
   uint64_t PairsOf(int64_t tile) const {
     return static_cast<uint64_t>(rows_) * static_cast<uint64_t>(Min(problem_.n, key_end_ - tile * problem_.n));
   }

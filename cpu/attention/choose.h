@@ -1,52 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choose blocks: which key blocks a query block of a head attends, by the products of patches. A key block is a key
-// tile. plugins/core/contract/chosen_blocks.h has the definition.
+// Choose blocks: which key blocks a query block of a head attends, by the products of pooled queries and keys. A key
+// block is a key tile. plugins/core/contract/chosen_blocks.h has the definition.
 #ifndef STOF_CPU_ATTENTION_CHOOSE_H_
 #define STOF_CPU_ATTENTION_CHOOSE_H_
 
 #include <cstdint>
 
 #include "cpu/attention/attention_worker.h"
-#include "cpu/attention/patches.h"
+#include "cpu/attention/pooling.h"
 #include "cpu/attention/scores.h"
 
 namespace stof {
 namespace cpu {
 namespace {
 
-// Key patches whose estimates are computed at a time: whole panels and whole blocks.
-constexpr int64_t kPatchesAtOnce = 64;
-static_assert(kPatchesAtOnce % kPanel == 0 && kPatchesAtOnce % kPatchesOfBlock == 0);
+// Pooled keys whose estimates are computed at a time: whole panels and whole blocks.
+constexpr int64_t kPooledKeysAtOnce = 64;
+static_assert(kPooledKeysAtOnce % kPanel == 0 && kPooledKeysAtOnce % kPooledKeysOfBlock == 0);
 
 // Finds the choice of each key block for the query block of the rows. The rows of one block share it.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::ChooseBlocks() {
-  const int64_t blocks = (args_.shape.S + kChosenRows - 1) / kChosenRows, block = row0_ / kChosenRows;
+  const int64_t blocks = (args_.shape.S + kBlockQueries - 1) / kBlockQueries, block = row0_ / kBlockQueries;
   const int64_t wanted = (b_ * args_.shape.H + h_) * blocks + block;
   if (*scratch_.chosen_of == wanted) return;
   *scratch_.chosen_of = wanted;
-  const int64_t row0 = block * kChosenRows, rows = Min(kChosenRows, EndOfQueries(args_, b_) - row0);
-  FindCountingBlocks(row0, rows);
+  const int64_t row0 = block * kBlockQueries, rows = Min(kBlockQueries, EndOfQueries(args_, b_) - row0);
+  FindCandidates(row0, rows);
   const char* const query = static_cast<const char*>(args_.query.data) +
                             item_size_ * (BeginOfQueries(args_, args_.query.stride, b_) + h_ * args_.query.stride.h);
-  MakeQueryPatches(args_, {query, args_.query.stride.s, item_size_}, row0, rows, scratch_);
-  const int64_t patches = (rows + kPatchQueries - 1) / kPatchQueries, last = KeyTiles();
-  float most[kQueryPatches];
-  Fill(most, most + kQueryPatches, -kInf);
-  EstimateBlocks(patches, most);
+  PoolQueries(args_, {query, args_.query.stride.s, item_size_}, row0, rows, scratch_);
+  const int64_t pooled = (rows + kPooledQueries - 1) / kPooledQueries, last = KeyTiles();
+  float max_estimates[kPooledQueriesOfBlock];
+  Fill(max_estimates, max_estimates + kPooledQueriesOfBlock, -kInf);
+  EstimateBlocks(pooled, max_estimates);
   uint8_t* const choices = scratch_.choices;
-  for (int64_t i = 0; i < patches; ++i) {
-    const float bound = ChosenBound(most[i], args_.scores.block_threshold);
-    const float* const highest = scratch_.highest + i * problem_.key_tiles;
+  for (int64_t i = 0; i < pooled; ++i) {
+    const float least = LeastChosenEstimate(max_estimates[i], args_.scores.block_threshold);
+    const float* const block_max = scratch_.block_max + i * problem_.key_tiles;
     for (int64_t tile = 0; tile < last; ++tile) {
-      if (choices[tile] == kLeftOut && !(highest[tile] < bound)) choices[tile] = kChosen;
+      if (choices[tile] == kLeftOut && !(block_max[tile] < least)) choices[tile] = kChosen;
     }
   }
-  // The first tokens, and the blocks at the positions of the queries.
-  const OwnKeys& own = args_.scores.own_keys;
-  const int64_t position = row0 + (own.first_rows == nullptr ? own.first : int64_t{own.first_rows[b_]});
+  // The first tokens, and the diagonal blocks.
+  const DiagonalStart& diagonal = args_.scores.diagonal;
+  const int64_t position = row0 + (diagonal.first_rows == nullptr ? diagonal.first : int64_t{diagonal.first_rows[b_]});
   if (choices[0] == kLeftOut) choices[0] = kChosen;
-  for (int64_t tile = Max(0, position / kChosenKeys); tile < last && tile * kChosenKeys < position + rows; ++tile) {
+  for (int64_t tile = Max(0, position / kBlockKeys); tile < last && tile * kBlockKeys < position + rows; ++tile) {
     if (choices[tile] == kLeftOut) choices[tile] = kChosen;
   }
   scratch_.chosen_of[1] = 0;
@@ -55,7 +55,7 @@ void AttentionWorker<kInPlace>::ChooseBlocks() {
 
 // Key blocks that the mask keeps for one of the rows are left out at first, others have no pair.
 template <bool kInPlace>
-void AttentionWorker<kInPlace>::FindCountingBlocks(int64_t row0, int64_t rows) const {
+void AttentionWorker<kInPlace>::FindCandidates(int64_t row0, int64_t rows) const {
   const int64_t last = KeyTiles();
   uint8_t* const choices = scratch_.choices;
   const bool has_blocks = args_.mask.fixed.blocks() != nullptr;
@@ -72,47 +72,48 @@ void AttentionWorker<kInPlace>::FindCountingBlocks(int64_t row0, int64_t rows) c
   } else if (scratch_.has_runs) {
     const DynamicMask& elements = *args_.mask.fixed.elements();
     const int64_t count =
-        elements.runs(elements.self, b_, h_, row0, static_cast<int>(kChosenRows), problem_.n, 0, last, scratch_.runs);
+        elements.runs(elements.self, b_, h_, row0, static_cast<int>(kBlockQueries), problem_.n, 0, last, scratch_.runs);
     for (int64_t i = 0; i < count; ++i) {
       Fill<uint8_t>(choices + scratch_.runs[i].first, choices + scratch_.runs[i].last, kLeftOut);
     }
   }
 }
 
-// The highest estimate of each query patch in each key block that counts, and in all of them. A block with a NaN has
-// NaN.
+// The largest estimate of each pooled query in each candidate block, and in all of them. A block with a NaN has NaN.
 template <bool kInPlace>
-void AttentionWorker<kInPlace>::EstimateBlocks(int64_t patches, float* most) const {
+void AttentionWorker<kInPlace>::EstimateBlocks(int64_t pooled, float* max_estimates) const {
   const SequenceTiles& sequence = problem_.sequences[b_];
   const int64_t last = Min(sequence.last, KeyTiles()), size = args_.shape.D;
-  constexpr int64_t kBlocks = kPatchesAtOnce / kPatchesOfBlock;
+  constexpr int64_t kBlocks = kPooledKeysAtOnce / kPooledKeysOfBlock;
   const float* const packed =
-      problem_.key_patches + kPanel * size * (sequence.first_patch_panel * args_.shape.G + g_ * sequence.patch_panels);
+      problem_.pooled_keys +
+      kPanel * size * (sequence.first_pooled_panel * args_.shape.G + g_ * sequence.pooled_panels);
   for (int64_t first = sequence.first; first < last; first += kBlocks) {
     const int64_t count = Min(kBlocks, last - first);
     bool any = false;
     for (int64_t i = first; i < first + count; ++i) any |= scratch_.choices[i] != kNoPair;
     if (!any) continue;
-    const int64_t panel = (first - sequence.first) * kPatchesOfBlock / kPanel;
-    const int64_t panels = Min(kPatchesAtOnce / kPanel, sequence.patch_panels - panel);
+    const int64_t panel = (first - sequence.first) * kPooledKeysOfBlock / kPanel;
+    const int64_t panels = Min(kPooledKeysAtOnce / kPanel, sequence.pooled_panels - panel);
     uint64_t found = 0;
     for (int64_t p = 0; p < panels; ++p) {
-      found |= uint64_t{problem_.patches_found[sequence.first_patch_panel + panel + p]} << (kPanel * p);
+      found |= uint64_t{problem_.pooled_keys_found[sequence.first_pooled_panel + panel + p]} << (kPanel * p);
     }
-    for (int64_t row = 0; row < patches; row += kStrip) {
-      float s[kStrip * kPatchesAtOnce];
+    for (int64_t row = 0; row < pooled; row += kStrip) {
+      float s[kStrip * kPooledKeysAtOnce];
       for (int64_t p = 0; p < panels; p += kBlockPanels) {
-        PanelScores(static_cast<int>(patches - row), scratch_.query_patches + row * scratch_.ldq, scratch_.ldq,
+        PanelScores(static_cast<int>(pooled - row), scratch_.pooled_queries + row * scratch_.ldq, scratch_.ldq,
                     packed + kPanel * size * (panel + p), static_cast<int>(Min(kBlockPanels, panels - p)), kNoStart,
-                    s + kPanel * p, kPatchesAtOnce);
+                    s + kPanel * p, kPooledKeysAtOnce);
       }
-      for (int64_t r = row; r < Min(row + kStrip, patches); ++r) {
-        float* const estimates = s + (r - row) * kPatchesAtOnce;
+      for (int64_t r = row; r < Min(row + kStrip, pooled); ++r) {
+        float* const estimates = s + (r - row) * kPooledKeysAtOnce;
         CapEstimates(panels * kPanel, estimates);
         for (int64_t i = 0; i < count; ++i) {
           if (scratch_.choices[first + i] == kNoPair) continue;
-          const int64_t at = i * kPatchesOfBlock;
-          scratch_.highest[r * problem_.key_tiles + first + i] = HighestEstimate(estimates + at, found >> at, &most[r]);
+          const int64_t at = i * kPooledKeysOfBlock;
+          scratch_.block_max[r * problem_.key_tiles + first + i] =
+              MaxOfBlock(estimates + at, found >> at, &max_estimates[r]);
         }
       }
     }
@@ -130,39 +131,39 @@ inline void AttentionWorker<kInPlace>::CapEstimates(int64_t count, float* estima
   }
 }
 
-// The highest of the estimates of a block whose patches have keys, NaN where one is NaN, and raises *most to the
-// highest number.
+// The largest estimate of a block, of pooled keys with a key; NaN where one is NaN. Raises *max_estimate to the largest
+// number.
 template <bool kInPlace>
-inline float AttentionWorker<kInPlace>::HighestEstimate(const float* estimates, uint64_t found, float* most) {
-  float highest = -kInf;
-  if constexpr (kPatchesOfBlock % kWidth == 0) {
+inline float AttentionWorker<kInPlace>::MaxOfBlock(const float* estimates, uint64_t found, float* max_estimate) {
+  float block_max = -kInf;
+  if constexpr (kPooledKeysOfBlock % kWidth == 0) {
     const V none = Simd::Set1(-kInf), infinite = Simd::Set1(kInf);
-    V top = none;
-    for (int64_t i = 0; i < kPatchesOfBlock; i += kWidth) {
+    V vector_max = none;
+    for (int64_t i = 0; i < kPooledKeysOfBlock; i += kWidth) {
       V x = Simd::Load(estimates + i);
       x = Simd::WhereEqual(x, x, x, infinite);  // vector maxima would lose a NaN
-      top = Simd::Max(top, Simd::Where(static_cast<uint32_t>(found >> i), x, none));
+      vector_max = Simd::Max(vector_max, Simd::Where(static_cast<uint32_t>(found >> i), x, none));
     }
-    highest = Simd::ReduceMax(top);
+    block_max = Simd::ReduceMax(vector_max);
   } else {
-    for (int64_t i = 0; i < kPatchesOfBlock; ++i) {
+    for (int64_t i = 0; i < kPooledKeysOfBlock; ++i) {
       const float x = estimates[i] == estimates[i] ? estimates[i] : kInf;
-      if ((found >> i & 1u) != 0 && x > highest) highest = x;
+      if ((found >> i & 1u) != 0 && x > block_max) block_max = x;
     }
   }
-  if (highest < kInf) {
-    if (highest > *most) *most = highest;
-    return highest;
+  if (block_max < kInf) {
+    if (block_max > *max_estimate) *max_estimate = block_max;
+    return block_max;
   }
-  for (int64_t i = 0; i < kPatchesOfBlock; ++i) {
+  for (int64_t i = 0; i < kPooledKeysOfBlock; ++i) {
     if ((found >> i & 1u) == 0) continue;
-    if (estimates[i] != estimates[i]) highest = estimates[i];
-    if (estimates[i] > *most) *most = estimates[i];
+    if (estimates[i] != estimates[i]) block_max = estimates[i];
+    if (estimates[i] > *max_estimate) *max_estimate = estimates[i];
   }
-  return highest;
+  return block_max;
 }
 
-// A tile that is left out counts where a key of it exists.
+// A tile that is left out is counted where a key of it exists.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::CountLeftOut(int64_t tile) const {
   const int64_t words = problem_.n / 32;

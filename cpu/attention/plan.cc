@@ -87,8 +87,8 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
 
 bool AttentionPlan::CanChooseBlocks() const {
   const StaticMask& mask = args_.mask.fixed;
-  return ChoosesBlocks(args_) && !problem_.few_queries && args_.kv.columns == nullptr && problem_.n == kChosenKeys &&
-         kChosenRows % problem_.m == 0 && problem_.key_tiles > 1 &&
+  return ChoosesBlocks(args_) && !problem_.few_queries && args_.kv.columns == nullptr && problem_.n == kBlockKeys &&
+         kBlockQueries % problem_.m == 0 && problem_.key_tiles > 1 &&
          (mask.elements() == nullptr || mask.blocks() != nullptr || mask.elements()->runs != nullptr);
 }
 
@@ -278,9 +278,9 @@ void AttentionPlan::PlanTileRows() {
     sequence.panels = CeilDiv(std::max<int64_t>(0, keys), kPanel);
     problem_.panels += sequence.panels;
     if (problem_.chooses_blocks) {
-      sequence.first_patch_panel = problem_.patch_panels;
-      sequence.patch_panels = CeilDiv(std::max<int64_t>(0, keys), kPatchKeys * kPanel);
-      problem_.patch_panels += sequence.patch_panels;
+      sequence.first_pooled_panel = problem_.pooled_panels;
+      sequence.pooled_panels = CeilDiv(std::max<int64_t>(0, keys), kPooledKeys * kPanel);
+      problem_.pooled_panels += sequence.pooled_panels;
     }
     tile_items_ += args_.shape.H * CeilDiv(EndOfQueries(args_, b), problem_.m);
   }

@@ -191,7 +191,7 @@ template <bool kInPlace>
 inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
   const int64_t stride = args_.shape.D * kPanel;
   const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.shape.D;
-  constexpr int kBlockKeys = kVectors * kWidth;
+  constexpr int kRegisterKeys = kVectors * kWidth;
   uint32_t any = 0;
   for (int i = begin; i < end; ++i) any |= strips[i].active;
   // Blocks of panels from the first one that a strip needs; every strip reads a block before the next is fetched.
@@ -215,7 +215,7 @@ inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int beg
         const float* from = keys + (p + at) * stride;
         float* to = scratch_.s + i * kRows * lds + (p + at) * kPanel;
         if constexpr (kBlockPanels == 1) {
-          for (int c = 0; c < kPanel; c += kBlockKeys) {
+          for (int c = 0; c < kPanel; c += kRegisterKeys) {
             StripScores<kVectors>(rows, q, ldq, size, from + c, stride, start, to + c, lds);
           }
         } else {

@@ -65,7 +65,7 @@ struct Scratch {
     copy_keys = problem.in_place && (!is_converted_as_loaded || args.shape.D % kWidth != 0 || problem.has_short_pages);
     values = Take<float>(copy_values ? problem.n * ldo : 0);
     keys = Take<float>(copy_keys ? problem.n * ldq : is_float ? 0 : kPanel * ldq);
-    if (problem.chooses_blocks) TakePatches(problem);
+    if (problem.chooses_blocks) TakePooled(problem);
     if (problem.relative != nullptr) TakeRelative(problem, rows);
     size = static_cast<size_t>(bytes_ - reinterpret_cast<char*>(base));
   }
@@ -77,11 +77,12 @@ struct Scratch {
   float* top;             // with a skip threshold: the largest score of each row so far; `max` lags behind
   uint64_t* skip_counts;  // pairs that were scored, and skipped
   // Of blocks that are chosen.
-  float* query_patches = nullptr;  // [kQueryPatches, whole strips, ldq]
-  float* patch_rows = nullptr;     // [kPanel + 1, ldq]
-  float* highest = nullptr;        // [kQueryPatches, key_tiles], the highest estimate of a query patch in a key block
-  uint8_t* choices = nullptr;      // [key_tiles], BlockChoice of the blocks of a query block
-  int64_t* chosen_of = nullptr;    // which query block that is, or -1, and how many of its key blocks are chosen
+  float* pooled_queries = nullptr;  // [kPooledQueriesOfBlock, whole strips, ldq]
+  float* pooling_rows = nullptr;    // [kPanel + 1, ldq]
+  float* block_max =
+      nullptr;  // [kPooledQueriesOfBlock, key_tiles], the largest estimate of a pooled query in a key block
+  uint8_t* choices = nullptr;    // [key_tiles], BlockChoice of the blocks of a query block
+  int64_t* chosen_of = nullptr;  // which query block that is, or -1, and how many of its key blocks are chosen
   uint8_t* empty;
   uint32_t *words_combined, *words_dynamic, *words_tail;
   // Of tiles that StaticMask::elements gave: which one a slot holds, what it is, and its element mask.
@@ -106,10 +107,10 @@ struct Scratch {
   size_t size;
 
  private:
-  void TakePatches(const AttentionProblem& problem) {
-    query_patches = Take<float>(RoundUp(kQueryPatches, kStrip) * ldq);
-    patch_rows = Take<float>((kPanel + 1) * ldq);
-    highest = Take<float>(kQueryPatches * problem.key_tiles);
+  void TakePooled(const AttentionProblem& problem) {
+    pooled_queries = Take<float>(RoundUp(kPooledQueriesOfBlock, kStrip) * ldq);
+    pooling_rows = Take<float>((kPanel + 1) * ldq);
+    block_max = Take<float>(kPooledQueriesOfBlock * problem.key_tiles);
     choices = Take<uint8_t>(problem.key_tiles);
     chosen_of = Take<int64_t>(2);
   }

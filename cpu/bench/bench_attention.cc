@@ -2,7 +2,7 @@
 // The CPU attention kernel alone: GFLOP/s on the pairs that the mask allows and on the tiles that hold one, beside the
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
 // rows are interleaved with the FMA loop; the figures are minima. Rows named cold have blocks of keys that hardly
-// count, of which rows named skip leave out what the threshold allows. Rows named choose estimate which blocks count.
+// count, of which rows named skip leave out what the threshold allows. Rows named choose estimate which blocks matter.
 //   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
 // NAME is an instruction set of plugins/core/base/cpu_isas.h.
 #include <algorithm>
@@ -282,7 +282,7 @@ void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) 
   a.scores.scale = 0.125f;
   a.scores.skip_threshold = what.skip_threshold;
   a.scores.block_threshold = what.block_threshold;
-  a.scores.own_keys.first = what.T - what.S;
+  a.scores.diagonal.first = what.T - what.S;
   const auto strides = [&](int64_t heads, int64_t length) {
     const int64_t all = heads * length * what.D;
     return what.bshd ? Strides{all, what.D, heads * what.D} : Strides{all, length * what.D, what.D};

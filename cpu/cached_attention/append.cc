@@ -99,10 +99,10 @@ Status cpu::CheckAppendSizes(const CacheAppendArgs& args) {
   if (!bounds.given()) return Status();
   if (!AttentionLimits::IsPageRows(bounds.rows) || bounds.pages * bounds.rows < args.capacity ||
       (bounds.past_pages > 0 && bounds.past_pages * bounds.rows < args.past_capacity)) {
-    return Status::Error("the bounds of pages are not those of the caches");
+    return Status::Error("the key bounds of pages are not those of the caches");
   }
   if (is_quantized || args.sliding_window > 0) {
-    return Status::Error("quantized and sliding-window caches have no bounds of pages");
+    return Status::Error("quantized and sliding-window caches have no key bounds of pages");
   }
   return Status();
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bounds of the pages of a cache on the CPU: which ones a step computes, and their distribution among threads.
+// Key bounds of the pages of a cache on the CPU: which ones a step computes, and their distribution among threads.
 #include "cpu/cached_attention/pages.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 // Bytes that are worth a thread of their own.
 constexpr int64_t kBytesPerWorker = 64 << 10;
-// Pages whose scores are one item: their bounds pass by once for each four rows of queries.
+// Pages whose scores are one item: their key bounds pass by once for each four rows of queries.
 constexpr int64_t kPagesPerItem = 64;
 
 }  // namespace

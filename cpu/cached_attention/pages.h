@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the dispatcher of page bounds (pages.cc) and its kernels for each instruction set.
+// Between the dispatcher of key bounds (pages.cc) and its kernels for each instruction set.
 #ifndef STOF_CPU_CACHED_ATTENTION_PAGES_H_
 #define STOF_CPU_CACHED_ATTENTION_PAGES_H_
 
@@ -14,9 +14,9 @@ namespace stof {
 namespace cpu {
 
 struct PagesKernels {
-  // The smallest and the largest element of keys [rows, D], dense, along the head: to [2, D]. A NaN stays one.
+  // The minima and maxima of keys [rows, D], dense, along the head: to [2, D]. A NaN stays one.
   void (*find_bounds)(const void* keys, DType dtype, int64_t rows, int64_t D, void* to);
-  // Bounds of the scores of pages [first, last) of a KV head, to scores[first] and on: PageChoice of args.
+  // Scores of pages [first, last) of a KV head, to scores[first] and on: PageChoice of args.
   void (*score)(const AttentionArgs& args, int64_t b, int64_t g, int64_t first, int64_t last, float* scores);
 };
 

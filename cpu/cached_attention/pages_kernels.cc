@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bounds of the keys of a page, and bounds of the scores that they leave.
+// Key bounds of a page, and page scores: upper bounds of the scores of its keys.
 #include <cstdint>
 
 #include "cpu/cached_attention/pages.h"
@@ -13,7 +13,7 @@ namespace cpu {
 namespace {
 
 constexpr float kInf = __builtin_inff();
-constexpr int kQueryRows = 4;  // that share a pass over the bounds of a page
+constexpr int kQueryRows = 4;  // that share a pass over the key bounds of a page
 
 // A row of at most a head in fp32, padded to whole vectors by zeros.
 struct HeadRow {
@@ -47,8 +47,8 @@ void FindBounds(const void* keys, DType dtype, int64_t rows, int64_t D, void* to
 // A NaN where either is one.
 inline float Larger(float a, float b) { return a != a || a >= b ? a : b; }
 
-// Four queries, times scale: their positive elements, which take the largest element of a key, and their negative ones,
-// which take the smallest.
+// Four queries, times scale: their positive elements, which take the maxima of keys, and their negative ones,
+// which take the minima.
 struct Queries {
   HeadRow positive[kQueryRows], negative[kQueryRows];
   void Load(int r, const void* from, DType dtype, int64_t D, float scale) {
@@ -60,7 +60,7 @@ struct Queries {
       Simd::Store(negative[r].x + d, Simd::Min(zero, x));
     }
   }
-  // The largest of the four bounds, or a NaN.
+  // The largest of the four scores, or a NaN.
   float Score(const float* least, const float* most, int64_t D) const {
     V up[kQueryRows], down[kQueryRows];
     for (int r = 0; r < kQueryRows; ++r) up[r] = down[r] = Simd::Set1(0.0f);

@@ -145,7 +145,7 @@ bool ChoosesPages(const AttentionArgs& args) {
   const int64_t pages = cuda::CountPages(args.shape.T, choice.rows);
   return cuda::CanChoosePages(args.shape.dtype, args.shape.D) && args.shape.D == args.shape.Dv &&
          KvType(args.shape) == args.shape.dtype && args.key.stride.s == args.value.stride.s &&
-         cuda::ListColumns(choice.pages, pages) < pages;
+         cuda::ListColumns(choice.chosen, pages) < pages;
 }
 
 Status PlanCudaAttention(const AttentionArgs& args, bool pad, const AttentionMask& mask, const ExprSizes& sizes,

@@ -71,17 +71,17 @@ void* MakeRows(stof::DType dtype, int64_t rows, int64_t D, const std::vector<dou
 std::vector<double> QueryLevels(int64_t S) {
   std::vector<double> levels(static_cast<size_t>(kHeads * S * kDirections), 0.0);
   for (int64_t row = 0; row < kHeads * S; ++row) {
-    levels[static_cast<size_t>(row * kDirections + row % S / stof::kChosenRows % kDirections)] = kReach;
+    levels[static_cast<size_t>(row * kDirections + row % S / stof::kBlockQueries % kDirections)] = kReach;
   }
   return levels;
 }
 std::vector<double> KeyLevels(int64_t T, double low, double share) {
   std::mt19937 random(7);
   std::vector<double> levels(static_cast<size_t>(kKeyHeads * T * kDirections), 0.0);
-  for (int64_t first = 0; first < kKeyHeads * T; first += stof::kChosenKeys) {
+  for (int64_t first = 0; first < kKeyHeads * T; first += stof::kBlockKeys) {
     for (int direction = 0; direction < kDirections; ++direction) {
       const bool stands_out = static_cast<double>(random() >> 8) * 0x1p-24 < share;
-      for (int64_t k = first; !stands_out && k < first + stof::kChosenKeys; ++k) {
+      for (int64_t k = first; !stands_out && k < first + stof::kBlockKeys; ++k) {
         levels[static_cast<size_t>(k * kDirections + direction)] = low;
       }
     }
@@ -238,8 +238,8 @@ int main(int argc, char** argv) {
       dtype = word == "fp16" ? stof::DType::kF16 : stof::DType::kBF16;
     } else if (word == "--dense") {
       masks.push_back("");
-    } else if (word == "--length" && number >= stof::kChosenKeys) {
-      lengths.push_back(number / stof::kChosenKeys * stof::kChosenKeys), ++i;
+    } else if (word == "--length" && number >= stof::kBlockKeys) {
+      lengths.push_back(number / stof::kBlockKeys * stof::kBlockKeys), ++i;
     } else if (word == "--head-size" && number > 0 && number % 8 == 0) {
       sizes.push_back(number), ++i;
     } else {

@@ -111,7 +111,7 @@ void* MakeNumbers(stof::DType dtype, int64_t count, std::mt19937* random, Memory
   return to;
 }
 
-// Bounds [heads, pages, 2, D], which do not repeat: equal scores would be rare in a model.
+// Key bounds [heads, pages, 2, D], which do not repeat: equal scores would be rare in a model.
 void* MakeBounds(stof::DType dtype, int64_t pages, int64_t D, std::mt19937* random, Memory* memory) {
   std::vector<uint16_t> values(static_cast<size_t>(pages * 2 * D));
   size_t at = 0;
@@ -129,7 +129,7 @@ void* MakeBounds(stof::DType dtype, int64_t pages, int64_t D, std::mt19937* rand
 struct Step {
   stof::CacheAppendArgs append;
   stof::AttentionArgs attention;
-  stof::cuda::ChooseParams choose;
+  stof::cuda::PageChoiceParams choose;
 };
 
 struct Problem {
@@ -137,7 +137,7 @@ struct Problem {
   std::shared_ptr<const stof::AttentionMask> mask;
   stof::ExprSizes sizes;
   int64_t chosen = 0;
-  double bytes = 0;  // that a step reads: bounds of pages, keys and values of those that it attends
+  double bytes = 0;  // that a step reads: key bounds of pages, keys and values of those that it attends
 };
 
 void BindAttention(const stof::CacheAppendArgs& append, int64_t chosen, int64_t rows, void* bounds, void* output,
@@ -158,7 +158,7 @@ void BindAttention(const stof::CacheAppendArgs& append, int64_t chosen, int64_t 
 }
 
 // What the decode family gives its kernels.
-void BindChoice(const stof::AttentionArgs& args, Memory* memory, stof::cuda::ChooseParams* params) {
+void BindChoice(const stof::AttentionArgs& args, Memory* memory, stof::cuda::PageChoiceParams* params) {
   const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
   const stof::AttentionShape& shape = args.shape;
   const stof::PageChoice& choice = args.kv.choice;
@@ -172,8 +172,8 @@ void BindChoice(const stof::AttentionArgs& args, Memory* memory, stof::cuda::Cho
   params->bounds = choice.bounds, params->bounds_stride_b = choice.stride_b;
   params->bounds_stride_g = choice.stride_g, params->bounds_stride_page = choice.stride_page;
   params->shift = stof::cuda::PageShift(choice.rows);
-  params->pages = narrow(stof::cuda::CountPages(shape.T, choice.rows)), params->chosen = narrow(choice.pages);
-  params->columns = narrow(stof::cuda::ListColumns(choice.pages, params->pages));
+  params->pages = narrow(stof::cuda::CountPages(shape.T, choice.rows)), params->chosen = narrow(choice.chosen);
+  params->columns = narrow(stof::cuda::ListColumns(choice.chosen, params->pages));
   const stof::cuda::ChooseWorkspace workspace(shape.B * shape.G, params->pages, params->columns);
   auto* const space = static_cast<char*>(memory->Take(workspace.bytes));
   params->scores = reinterpret_cast<uint32_t*>(space + workspace.scores);
@@ -300,7 +300,7 @@ bool Parse(int argc, char** argv, Options* options) {
       options->share = number / 100;
     } else if (word == "--rows" && (count == 16 || count == 32 || count == 64 || count == 128)) {
       options->rows = count;
-    } else if (word == "--tokens" && count <= stof::kMostChoosingTokens) {
+    } else if (word == "--tokens" && count <= stof::kMaxStepTokens) {
       options->tokens = count;
     } else {
       return false;

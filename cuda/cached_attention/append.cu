@@ -391,7 +391,7 @@ Status AppendToCache(const CacheAppendArgs& args, const RunContext& context) {
   STOF_RETURN_IF_ERROR(ToStatus(static_cast<cudaError_t>(error), "launch of the kernel that appends to a cache"));
   if (!args.page_bounds.given()) return Status();
   return ToStatus(static_cast<cudaError_t>(LaunchUpdateBounds(args, context.stream)),
-                  "launch of the kernel that computes bounds of pages");
+                  "launch of the kernel that computes key bounds of pages");
 }
 
 }  // namespace cuda

@@ -13,24 +13,24 @@ namespace {
 
 template <int kHead, typename T>
 __global__ void __launch_bounds__(PageScores<kHead, T>::kThreads, 4)
-    ScorePages(const __grid_constant__ ChooseParams params) {
+    ScorePages(const __grid_constant__ PageChoiceParams params) {
   __shared__ typename PageScores<kHead, T>::Shared shared;
   PageScores<kHead, T>(params).Run(shared);
 }
 
 constexpr int kChoiceThreads = 1024;
 
-// Adds the pairs of the query rows of a KV head and the keys of pages that count, but not those of invalid sequences.
-__device__ void CountPairs(const ChooseParams& params, const PageRange& range, int b, int keys, int left_out) {
+// Adds the pairs of the query rows of a KV head and the keys of allowed pages, but not those of invalid sequences.
+__device__ void CountPairs(const PageChoiceParams& params, const PageRange& range, int b, int keys, int left_out) {
   if (params.is_invalid != nullptr && LoadFresh(params.is_invalid + b) != 0) return;
   const auto rows = static_cast<unsigned long long>(params.H / params.G * params.S);
-  const int counted = keys - (range.begin << params.shift);
-  atomicAdd(params.counts, rows * static_cast<unsigned long long>(counted > 0 ? counted : 0));
+  const int allowed = keys - (range.begin << params.shift);
+  atomicAdd(params.counts, rows * static_cast<unsigned long long>(allowed > 0 ? allowed : 0));
   atomicAdd(params.counts + 1, rows * static_cast<unsigned long long>(left_out));
 }
 
 // A CTA lists the pages of a KV head.
-__global__ void __launch_bounds__(kChoiceThreads) ChoosePages(const __grid_constant__ ChooseParams params) {
+__global__ void __launch_bounds__(kChoiceThreads) ChoosePages(const __grid_constant__ PageChoiceParams params) {
   using PageSelection = Selection<kChoiceThreads>;
   __shared__ PageSelection::Shared shared;
   WaitForPrevious();
@@ -59,18 +59,19 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoosePages(const __grid_const
 }
 
 template <int kHead, typename T>
-int LaunchScores(const ChooseParams& params, void* stream) {
+int LaunchScores(const PageChoiceParams& params, void* stream) {
   using Scores = PageScores<kHead, T>;
   constexpr auto kKernel = ScorePages<kHead, T>;
   const int64_t of_head =
       (params.pages + Scores::kPages - 1) / Scores::kPages + (params.key != nullptr ? Scores::kNewPages : 0);
-  return LaunchKernel<ChooseParams, kKernel>(params, static_cast<unsigned>(int64_t{params.B} * params.G * of_head),
-                                             Scores::kThreads, 0, stream, CanStartEarly<ChooseParams, kKernel>());
+  return LaunchKernel<PageChoiceParams, kKernel>(params, static_cast<unsigned>(int64_t{params.B} * params.G * of_head),
+                                                 Scores::kThreads, 0, stream,
+                                                 CanStartEarly<PageChoiceParams, kKernel>());
 }
 
 }  // namespace
 
-int LaunchPageScores(const ChooseParams& params, void* stream) {
+int LaunchPageScores(const PageChoiceParams& params, void* stream) {
   const bool is_fp16 = params.dtype == DType::kF16;
   if (params.D == 64) {
     return is_fp16 ? LaunchScores<64, __half>(params, stream) : LaunchScores<64, __nv_bfloat16>(params, stream);
@@ -78,9 +79,9 @@ int LaunchPageScores(const ChooseParams& params, void* stream) {
   return is_fp16 ? LaunchScores<128, __half>(params, stream) : LaunchScores<128, __nv_bfloat16>(params, stream);
 }
 
-int LaunchPageChoice(const ChooseParams& params, void* stream) {
-  return LaunchKernel<ChooseParams, ChoosePages>(params, static_cast<unsigned>(params.B * params.G), kChoiceThreads, 0,
-                                                 stream, CanStartEarly<ChooseParams, ChoosePages>());
+int LaunchPageChoice(const PageChoiceParams& params, void* stream) {
+  return LaunchKernel<PageChoiceParams, ChoosePages>(params, static_cast<unsigned>(params.B * params.G), kChoiceThreads,
+                                                     0, stream, CanStartEarly<PageChoiceParams, ChoosePages>());
 }
 
 }  // namespace cuda

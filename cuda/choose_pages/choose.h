@@ -14,20 +14,20 @@ namespace stof {
 namespace cuda {
 
 // Parameters of the kernels that score and choose pages. Strides count elements; pointers are device addresses.
-struct ChooseParams {
+struct PageChoiceParams {
   int32_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0;
-  DType dtype = DType::kF16;    // of queries, keys and bounds: fp16 or bf16
+  DType dtype = DType::kF16;    // of queries, keys and key bounds: fp16 or bf16
   const void* query = nullptr;  // [B, H, S, D]
-  const void* key = nullptr;    // [B, G, T, D]; nullptr: the bounds of pages with new rows are there already
+  const void* key = nullptr;    // [B, G, T, D]; nullptr: the key bounds of pages with new rows are there already
   Strides query_stride, key_stride;
   float scale = 1.0f;
   const int32_t* first_rows = nullptr;  // [B]
-  const int32_t* is_invalid = nullptr;  // [B]: bounds of such a sequence are not written; nullptr: of none
+  const int32_t* is_invalid = nullptr;  // [B]: key bounds of such a sequence are not written; nullptr: of none
   // [B]: first_rows[b] is seqlens[b] + 1 - S where is_invalid[b] is 0, and the previous kernel of the stream writes
-  // neither these nor bounds of pages that end before the first row. nullptr: it may.
+  // neither these nor key bounds of pages that end before the first row. nullptr: it may.
   const int32_t* seqlens = nullptr;
   int32_t window_left = 0;  // of MakePageRange
-  // [B, G, pages, 2, D] by strides: of each page the smallest elements of its keys, then the largest ones.
+  // [B, G, pages, 2, D] by strides: of each page the minima of its keys, then the maxima.
   void* bounds = nullptr;
   int64_t bounds_stride_b = 0, bounds_stride_g = 0, bounds_stride_page = 0;
   int32_t shift = 0;   // a page has 2^shift rows
@@ -39,7 +39,7 @@ struct ChooseParams {
   int32_t* list = nullptr;      // [B, G, columns]: the pages that are attended, ascending
   int32_t columns = 0;          // ListColumns
   int32_t* left_out = nullptr;  // [B, G]: rows of the pages that are left out
-  // Pairs of query rows and keys of pages that count, and those of pages left out, are added here; nullptr: they are
+  // Pairs of query rows and keys of allowed pages, and those of pages left out, are added here; nullptr: they are
   // not counted.
   unsigned long long* counts = nullptr;
 };
@@ -67,10 +67,10 @@ inline bool CanChoosePages(DType dtype, int64_t D) {
 }
 
 // Queue a kernel on the stream, a cudaStream_t. They give a CUDA error code, 0 for none.
-// Scores the candidates of each KV head. Where `key` is given, it also computes the bounds of pages with new rows.
-int LaunchPageScores(const ChooseParams& params, void* stream);
+// Scores the candidates of each KV head. Where `key` is given, it also computes the key bounds of pages with new rows.
+int LaunchPageScores(const PageChoiceParams& params, void* stream);
 // Writes list and left_out. Runs behind LaunchPageScores.
-int LaunchPageChoice(const ChooseParams& params, void* stream);
+int LaunchPageChoice(const PageChoiceParams& params, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

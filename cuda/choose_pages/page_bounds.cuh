@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds of one page: for each element of a head the smallest and the largest one of its keys.
+// The key bounds of one page: for each element of a head the minimum and the maximum of its keys.
 #ifndef STOF_CUDA_CHOOSE_PAGES_PAGE_BOUNDS_CUH_
 #define STOF_CUDA_CHOOSE_PAGES_PAGE_BOUNDS_CUH_
 
@@ -22,7 +22,7 @@ struct alignas(sizeof(T) * kElements) BoundsPiece {
   T at[kElements];
 };
 
-// A CTA computes the bounds of a page. Threads side by side take pieces of a row, and every so many rows; the bounds of
+// A CTA computes the key bounds of a page. Threads side by side take pieces of a row, and every so many rows; those of
 // these are combined in shared memory.
 template <typename T, int kElements, int kThreads>
 class PageBoundsOf {

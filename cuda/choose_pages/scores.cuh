@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of pages: an upper bound of the scores of their keys. For query q and a page with the bounds min and max,
+// Scores of pages: an upper bound of the scores of their keys. For query q and a page with the key bounds min and max,
 //   sum over d of max(q_d min_d, q_d max_d) = [min(q, 0), max(q, 0)] . [min, max]
-// is a product of rows of 2 D elements. So a warp multiplies the bounds of 16 pages by eight query rows at once on
-// tensor cores. As in the split-KV decode kernel, bounds go from memory to registers 16 bytes at a time, and the
+// is a product of rows of 2 D elements. So a warp multiplies the key bounds of 16 pages by eight query rows at once on
+// tensor cores. As in the split-KV decode kernel, key bounds go from memory to registers 16 bytes at a time, and the
 // k-indices of both operands are permuted alike.
 #ifndef STOF_CUDA_CHOOSE_PAGES_SCORES_CUH_
 #define STOF_CUDA_CHOOSE_PAGES_SCORES_CUH_
@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t SortableScore(float x) {
   return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// The first CTAs, kNewPages for each KV head, compute the bounds of a page with new rows where ChooseParams::key is
-// given. The others score kPages pages of a KV head each.
+// The first CTAs, kNewPages for each KV head, compute the key bounds of a page with new rows where
+// PageChoiceParams::key is given. The others score kPages pages of a KV head each.
 template <int kHead, typename T>
 class PageScores {
  public:
@@ -38,7 +38,7 @@ class PageScores {
   using Bounds = PageBoundsOf<T, 8, kThreads>;
   using Shared = typename Bounds::Shared;
 
-  __device__ explicit PageScores(const ChooseParams& params)
+  __device__ explicit PageScores(const PageChoiceParams& params)
       : params_(params), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
   __device__ void Run(Shared& shared) {
@@ -54,7 +54,7 @@ class PageScores {
   }
 
  private:
-  static constexpr int kChunks = kHead / 16;  // of 32 elements of a page's bounds; four lanes load one
+  static constexpr int kChunks = kHead / 16;  // of 32 elements of a page's key bounds; four lanes load one
 
   // All CTAs wait: the next kernel may read what kernels before the previous one have written.
   static __device__ __forceinline__ void Wait() {
@@ -117,7 +117,7 @@ class PageScores {
     }
   }
 
-  // Multiplies the bounds by eight query rows, of which this lane loads `row`.
+  // Multiplies the key bounds by eight query rows, of which this lane loads `row`.
   __device__ __forceinline__ void Multiply(int b, int g, int row, const uint32_t (&bounds)[2][kChunks][4],
                                            float (&most)[2]) const {
     const int head = g * (params_.H / params_.G) + row / params_.S;
@@ -144,7 +144,7 @@ class PageScores {
     most[1] = MaxOrNan(most[1], MaxOrNan(sum[2], sum[3]));
   }
 
-  const ChooseParams& params_;
+  const PageChoiceParams& params_;
   const int warp_, lane_;
 };
 

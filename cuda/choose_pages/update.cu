@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bounds of the pages of a KV cache behind an append step: those before the first new row are copied where past and
+// Key bounds of the pages of a KV cache behind an append step: those before the first new row are copied where past and
 // present are two buffers, the others are computed from the keys of the cache. A CTA takes a page of a KV head at a
 // time.
 #include <cuda_runtime.h>
@@ -36,7 +36,7 @@ class Update {
  public:
   using Shared = typename Bounds::Shared;
 
-  // The bounds of a page of a KV head, b * G + g. All threads of the CTA call it.
+  // The key bounds of a page of a KV head, b * G + g. All threads of the CTA call it.
   static __device__ void Run(const UpdateParams& params, int64_t head, int64_t page, Shared& shared) {
     const PageBounds& bounds = params.bounds;
     const int64_t b = head / params.G, first_key = page * bounds.rows, left = params.seqlens[b] + 1 - first_key;

@@ -88,7 +88,7 @@ def test_outputs_are_those_of_the_definition(S: int, T: int, dtype: str, mask: s
         assert counts.share > 0.15
 
 
-def test_padding_left_and_right_is_in_no_patch() -> None:
+def test_padding_left_and_right_is_in_no_pooled_key() -> None:
     S = T = 600
     feeds = draw(S, T, B=2)
     pad = np.ones((2, T), np.bool_)
@@ -211,5 +211,6 @@ def test_limits_of_the_library_say_which_targets_choose() -> None:
     for op in OPS:
         targets = op_limits()[op]["targets"]
         assert targets["cpu"]["chooses_blocks"] is True
+        assert ("chooses_blocks" in targets["cuda"]) == (op != "StofPagedAttention")
         assert "chooses_blocks" not in targets["tensorrt"]
     assert "chooses_blocks" not in op_limits()["StofGemm"]["targets"]["cpu"]

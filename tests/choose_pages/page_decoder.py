@@ -33,7 +33,7 @@ def np_type(dtype: str) -> Any:
 
 
 def make_model(dtype: str, chosen: int, outputs: tuple[str, ...] = OUTPUTS, **attributes: Any) -> bytes:
-    """One node with inputs and outputs of any shapes; bounds only where pages are chosen."""
+    """One node with inputs and outputs of any shapes; key bounds only where pages are chosen."""
     inputs = [*INPUTS, *[""] * (BOUNDS_INDEX - len(INPUTS)), BOUNDS] if chosen else list(INPUTS)
     outputs = outputs if chosen else outputs[:3]
     if chosen:
@@ -145,7 +145,7 @@ class PageDecoder:
         return self.rng.standard_normal(shape).astype(np_type(self.dtype))
 
     def rewind(self, lengths: list[int]) -> None:
-        """Drops the last tokens; caches and bounds stay as they are."""
+        """Drops the last tokens; caches and key bounds stay as they are."""
         self.keys = [k[:, :n] for k, n in zip(self.keys, lengths, strict=True)]
         self.values = [v[:, :n] for v, n in zip(self.values, lengths, strict=True)]
 
@@ -158,7 +158,7 @@ class PageDecoder:
         return run(self.dense, self.feeds)["output"]
 
     def fill(self, lengths: list[int]) -> None:
-        """Has each sequence hold so many keys that another model wrote: no bounds are known."""
+        """Has each sequence hold so many keys that another model wrote: no key bounds are known."""
         for b, n in enumerate(lengths):
             self.keys[b], self.values[b] = self.draw(self.groups, n, self.size), self.draw(self.groups, n, self.size)
         rows = max(self.capacity, *lengths)
@@ -169,7 +169,7 @@ class PageDecoder:
         self.forget_bounds()
 
     def step(self, length: int, tokens: list[int] | None = None, *, is_checked: bool = True) -> None:
-        """Adds tokens, of a first prompt so many of each sequence, and checks the output, the caches and the bounds."""
+        """Adds tokens, of a first prompt so many of each sequence, and checks the output, the caches and the key bounds."""
         before = self.lengths
         is_first = int(before.max()) == 0
         own = tokens if tokens is not None else [length] * self.batch
@@ -230,12 +230,10 @@ class PageDecoder:
                 self.mask[1],
             )
             for g in range(self.groups):
-                pages, counting, gap = step.choose(g)
-                rows = [min(self.rows, step.keys.shape[1] - p * self.rows) for p in sorted(counting)]
+                pages, allowed, gap = step.choose(g)
+                rows = [min(self.rows, step.keys.shape[1] - p * self.rows) for p in sorted(allowed)]
                 scored += sum(rows) * step.group * n
-                skipped += (
-                    sum(r for p, r in zip(sorted(counting), rows, strict=True) if p not in pages) * step.group * n
-                )
+                skipped += sum(r for p, r in zip(sorted(allowed), rows, strict=True) if p not in pages) * step.group * n
                 self.compared += 1
                 if gap < 1e-6:
                     self.near_ties += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose pages in fp64 NumPy, written from docs/reference/cached-attention.md alone: bounds, choice, attention."""
+"""Choose pages in fp64 NumPy, written from docs/reference/cached-attention.md alone: key bounds, choice, attention."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class PagedStep:
         return (k <= q) & self.mask(head, q, k)
 
     def choose(self, g: int) -> tuple[set[int], set[int], float]:
-        """Pages of KV head g that are attended, those that count, and the gap between the last bound taken and the next."""
+        """Attended pages of KV head g, pages that the mask allows, and the gap between the last score taken and the next."""
         n, length = self.keys.shape[1], self.query.shape[1]
         heads = range(g * self.group, (g + 1) * self.group)
         allowed = np.stack([self.allowed(h).any(0) for h in heads]).any(0)
         pages = -(-n // self.rows)
-        counting = {p for p in range(pages) if allowed[p * self.rows : (p + 1) * self.rows].any()}
+        allowed_pages = {p for p in range(pages) if allowed[p * self.rows : (p + 1) * self.rows].any()}
         recent = max(0, (n - length) // self.rows - 1)
-        others = sorted(p for p in counting if 0 < p < recent)
+        others = sorted(p for p in allowed_pages if 0 < p < recent)
         if length > LONGEST_STEP or len(others) <= self.chosen:
-            return counting, counting, np.inf
+            return allowed_pages, allowed_pages, np.inf
         x = self.scale * self.query[list(heads)].reshape(-1, 1, self.query.shape[2])
         low, high = (bounds_of(self.keys[g : g + 1], self.rows)[0][others, i] for i in (0, 1))
-        bounds = np.maximum(x * low, x * high).sum(-1).max(0)
-        order = np.argsort(-bounds, kind="stable")
-        gap = bounds[order[self.chosen - 1]] - bounds[order[self.chosen]]
+        scores = np.maximum(x * low, x * high).sum(-1).max(0)
+        order = np.argsort(-scores, kind="stable")
+        gap = scores[order[self.chosen - 1]] - scores[order[self.chosen]]
         spread = np.maximum(np.abs(x * low), np.abs(x * high)).sum(-1).max()
         taken = {others[i] for i in order[: self.chosen]}
-        return (counting - set(others)) | taken, counting, float(gap / spread)
+        return (allowed_pages - set(others)) | taken, allowed_pages, float(gap / spread)
 
     def attend(self, head: int, pages: set[int]) -> Array:
         """The output [S, D] of a head that attends these pages."""

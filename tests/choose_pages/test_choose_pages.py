@@ -18,7 +18,7 @@ MASKS: dict[str, tuple[str, Mask]] = {
 
 
 def decode(decoder: PageDecoder, past: list[int], steps: list[int]) -> None:
-    """Steps behind so many keys of each sequence, whose bounds are not known."""
+    """Steps behind so many keys of each sequence, whose key bounds are not known."""
     decoder.fill(past)
     for length in steps:
         decoder.step(length)
@@ -89,7 +89,7 @@ def test_negative_scale_and_equal_bounds() -> None:
     tied = PageDecoder(np.random.default_rng(6), batch=1, chosen=3, capacity=512, rows=16)
     page = tied.draw(tied.groups, 16, tied.size)
     tied.fill([256])
-    tied.keys[0] = np.concatenate([page] * 16, 1)  # all bounds are equal: the first pages are taken
+    tied.keys[0] = np.concatenate([page] * 16, 1)  # all pages have one score: the first pages are taken
     tied.cache["key"][0, :, :256] = tied.keys[0]
     tied.step(1, is_checked=False)
     query = tied.feeds["query"].reshape(1, tied.heads, tied.size)[0].astype(np.float64)

@@ -107,7 +107,7 @@ assert stof.skip_counts().scored == 0
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_switched_off(dtype: str) -> None:
-    """STOF_SKIP_SCORES=0 attends all pages, bit for bit, and writes bounds; a process reads it once."""
+    """STOF_SKIP_SCORES=0 attends all pages, bit for bit, and writes key bounds; a process reads it once."""
     environment = {**os.environ, "STOF_SKIP_SCORES": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", SWITCHED_OFF, dtype]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -43,7 +43,7 @@ def session(path: Path, *, library: bool = True) -> ort.InferenceSession:
 
 
 def decode(made: ort.InferenceSession, ids: np.ndarray, prompt: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [tokens, words] of a prompt and single tokens behind it, and the bounds after the last one."""
+    """Logits [tokens, words] of a prompt and single tokens behind it, and the key bounds after the last one."""
     rng = np.random.default_rng(0)
     feed = {n: rng.standard_normal((1, G, capacity, D)).astype(np.float32) for n in ("past_key", "past_value")}
     names = [o.name for o in made.get_outputs()]
@@ -110,7 +110,7 @@ def test_layers_and_other_clauses(tmp_path: Path) -> None:
     written = onnx.load(target)
     nodes = [n for n in written.graph.node if n.op_type == "StofCachedAttention"]
     assert [bool(n.output[3]) for n in nodes] == [False, True, True]
-    assert session(target, library=False).get_inputs()  # the function body of calls with bounds and without
+    assert session(target, library=False).get_inputs()  # the function body of calls with key bounds and without
     names = {i.name for i in written.graph.input}
     assert {"layer1/past_key_page_bounds", "layer2/past_key_page_bounds"} <= names
     assert "layer0/past_key_page_bounds" not in names

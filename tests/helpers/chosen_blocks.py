@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 128
-PATCH_QUERIES = PATCH_KEYS = 8
+POOLED_QUERIES = POOLED_KEYS = 8
 NEAR = 0.02  # estimates so near the threshold may be rounded to either side
 
 
@@ -21,7 +21,7 @@ class Chosen:
     Attributes:
         kept: [H, S, T], allowed pairs of blocks that are not left out.
         near: [H, S], rows of query blocks in which rounding decides about a key block.
-        counted: pairs of rows and existing keys in blocks that count.
+        counted: pairs of rows and existing keys in candidate blocks.
         skipped: those of them that were left out, blocks that rounding decides about not counted.
     """
 
@@ -43,8 +43,8 @@ def set_levels(rng: np.random.Generator, query: npt.NDArray[Any], key: npt.NDArr
     key[..., 0] = np.repeat(levels, 32, -1)[..., :keys]
 
 
-def _patches(rows: npt.NDArray[Any], size: int, exists: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Means of the existing rows, in the type of the rows: [rows, D] -> [patches, D], NaN where there is none."""
+def _pool(rows: npt.NDArray[Any], size: int, exists: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Means of the existing rows, in the type of the rows: [rows, D] -> [means, D], NaN where there is none."""
     found = []
     for first in range(0, len(rows), size):
         own = rows[first : first + size][exists[first : first + size]].astype(np.float32)
@@ -68,28 +68,28 @@ def choose(
     """
     (H, S, _), (G, T, _) = query.shape, key.shape
     exists = np.full(T, True) if pad is None else pad
-    keys = [_patches(key[g], PATCH_KEYS, exists) for g in range(G)]
+    keys = [_pool(key[g], POOLED_KEYS, exists) for g in range(G)]
     kept = np.broadcast_to(allowed & exists, (H, S, T)).copy()
     near, counted, skipped = np.full((H, S), False), 0, 0
     for h in range(H):
         for first in range(0, S, BLOCK):
             last = min(first + BLOCK, S)
-            queries = _patches(query[h, first:last], PATCH_QUERIES, np.full(last - first, True))
+            queries = _pool(query[h, first:last], POOLED_QUERIES, np.full(last - first, True))
             estimates = queries @ keys[h // (H // G)].T / 8
             blocks = [slice(k, min(k + BLOCK, T)) for k in range(0, T, BLOCK)]
-            counts = [bool(allowed[first:last, b].any()) for b in blocks]
-            of_block = [estimates[:, b.start // PATCH_KEYS : -(-b.stop // PATCH_KEYS)] for b in blocks]
-            seen = [np.nan_to_num(e, nan=-np.inf) for e, c in zip(of_block, counts, strict=True) if c]
-            most = np.concatenate(seen, 1).max(1, keepdims=True) if seen else np.zeros((len(estimates), 1))
-            for b, e, c in zip(blocks, of_block, counts, strict=True):
+            candidates = [bool(allowed[first:last, b].any()) for b in blocks]
+            of_block = [estimates[:, b.start // POOLED_KEYS : -(-b.stop // POOLED_KEYS)] for b in blocks]
+            seen = [np.nan_to_num(e, nan=-np.inf) for e, c in zip(of_block, candidates, strict=True) if c]
+            max_estimate = np.concatenate(seen, 1).max(1, keepdims=True) if seen else np.zeros((len(estimates), 1))
+            for b, e, c in zip(blocks, of_block, candidates, strict=True):
                 if not c or not exists[b].any():
                     continue
                 pairs = (last - first) * (b.stop - b.start)
                 counted += pairs
-                is_own = b.start < position + last and b.stop > position + first
-                below = float(np.nan_to_num(e - most, nan=-np.inf).max())
+                is_diagonal = b.start < position + last and b.stop > position + first
+                below = float(np.nan_to_num(e - max_estimate, nan=-np.inf).max())
                 margin = below - np.log(threshold)
-                if b.start == 0 or is_own or margin >= NEAR or below == 0:
+                if b.start == 0 or is_diagonal or margin >= NEAR or below == 0:
                     continue
                 if margin > -NEAR:
                     near[h, first:last] = True

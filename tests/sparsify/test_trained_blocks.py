@@ -55,7 +55,7 @@ def test_calibrated_thresholds_keep_the_accuracy(name: str, tmp_path: Path) -> N
 def test_a_threshold_that_breaks_retrieval_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """C = 1 keeps the best block of each query patch alone: means hide the record that one query asks for."""
+    """C = 1 keeps the best block of each pooled query alone: means hide the record that one query asks for."""
     path = write_model(tmp_path, name)
     options = ["--no-verify", *measured_options(tmp_path, name, texts_of(name, LENGTH, 2, seed=8))]
     status, target, report = run(tmp_path, path, "choose-blocks(threshold=1)", *options)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel that chooses blocks of keys by estimates of their scores: products of query patches and key patches by
-// wgmma. Plain persistent CTAs of 256 query patches; a warp decides for its 16 patches.
+// The kernel that chooses blocks of keys by estimates of their scores: products of pooled queries and keys by wgmma.
+// Plain persistent CTAs of 256 pooled queries; a warp decides for its 16.
 //
-// Two passes over the key patches: the first finds most(i), the second compares. Estimates cost 1/128 of the attention
-// each time, and what lies between the passes are two numbers a thread, whatever the number of keys.
+// Two passes over the pooled keys: the first finds max_estimate(i), the second compares. Estimates cost 1/128 of the
+// attention each time, and what lies between the passes are two numbers a thread, whatever the number of keys.
 #ifndef STOF_CUDA_ATTENTION_CHOOSE_BLOCKS_ESTIMATE_CUH_
 #define STOF_CUDA_ATTENTION_CHOOSE_BLOCKS_ESTIMATE_CUH_
 
@@ -18,12 +18,13 @@ namespace stof {
 namespace cuda {
 namespace choose {
 
-// The shape of a CTA. A unit: the query patches of one head and query block. kN: key patches of a tile.
+// The shape of a CTA. A unit: the pooled queries of one head and query block. kN: pooled keys of a tile.
 template <int kSize_, bool kSoftcap_>
 struct ChooseShape {
   static constexpr bool kSoftcap = kSoftcap_;
-  static constexpr int kSize = kSize_, kAtom = 64;  // elements of a patch, and of a swizzled row of 128 bytes
-  static constexpr int kUnitRows = kChosenRows / kPatchQueries, kBlockColumns = kChosenKeys / kPatchKeys;
+  static constexpr int kSize = kSize_,
+                       kAtom = 64;  // elements of a pooled query or key, and of a swizzled row of 128 bytes
+  static constexpr int kUnitRows = kBlockQueries / kPooledQueries, kBlockColumns = kBlockKeys / kPooledKeys;
   static constexpr int kN = kSize <= 128 ? 128 : 64, kTileBlocks = kN / kBlockColumns;
   static constexpr int kStages = kSize <= 64 ? 4 : kSize <= 128 ? 3 : 2;
   static constexpr int kGroups = 4, kRows = 64 * kGroups, kWarps = 4 * kGroups;  // consumers
@@ -37,12 +38,12 @@ struct ChooseShape {
   static constexpr int kMaps = (kBarriers + 8 * (2 * kStages + 2) + 15) / 16 * 16;
   static constexpr int kToAlign = 1024;
   static_assert(kTileBlocks >= 1 && kTileBlocks <= 32, "a word has a bit for each key block of a tile");
-  static_assert(kPatchTile % kN == 0 && kN == PatchTileRows(kSize), "tiles have whole key patches");
+  static_assert(kPooledTile % kN == 0 && kN == PooledTileRows(kSize), "tiles have whole pooled keys");
 };
 
 // Words of a set of key blocks.
 STOF_HD constexpr int64_t SetWords(int64_t key_blocks) { return (key_blocks + 31) / 32; }
-// Sets of each unit: the key blocks that count and those that are chosen; and the union of the former.
+// Sets of each unit: the candidate blocks and those that are chosen; and the union of the former.
 template <typename S>
 constexpr int64_t SharedBytes(int64_t key_blocks) {
   return S::kMaps + 4 * SetWords(key_blocks) * (2 * S::kUnits + 1) + S::kToAlign;
@@ -53,7 +54,7 @@ class BlockChooser {
   static constexpr int kScores = S::kN / 2;  // elements of a thread, of 64 x N
 
  public:
-  __device__ BlockChooser(const ChooseParams& p, unsigned char* shared)
+  __device__ BlockChooser(const BlockChoiceParams& p, unsigned char* shared)
       : p_(p),
         warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0)),
         lane_(static_cast<int>(threadIdx.x) % 32),
@@ -101,9 +102,9 @@ class BlockChooser {
   __device__ __forceinline__ uint32_t QueryFull() const { return Full(2 * S::kStages); }
   __device__ __forceinline__ uint32_t QueryEmpty() const { return Full(2 * S::kStages + 1); }
   // Sets of key blocks, as words of 32.
-  __device__ __forceinline__ uint32_t* Counted(int unit) const { return sets_ + 2 * unit * words_; }
-  __device__ __forceinline__ uint32_t* Chosen(int unit) const { return Counted(unit) + words_; }
-  __device__ __forceinline__ uint32_t* AnyCounted() const { return sets_ + 2 * S::kUnits * words_; }
+  __device__ __forceinline__ uint32_t* Candidates(int unit) const { return sets_ + 2 * unit * words_; }
+  __device__ __forceinline__ uint32_t* Chosen(int unit) const { return Candidates(unit) + words_; }
+  __device__ __forceinline__ uint32_t* AnyCandidates() const { return sets_ + 2 * S::kUnits * words_; }
   // The bits of a tile's key blocks.
   static __device__ __forceinline__ uint32_t BitsOf(const uint32_t* set, int tile) {
     constexpr uint32_t kAll = S::kTileBlocks == 32 ? ~0u : (1u << S::kTileBlocks % 32) - 1u;
@@ -129,23 +130,23 @@ class BlockChooser {
     }
     query_phase_ ^= 1;
     __syncwarp();
-    SyncAll();  // consumers have set what counts
+    SyncAll();  // consumers have set the candidates
     for (int w = lane_; w < words_; w += 32) {
       uint32_t any = 0;
-      for (int unit = 0; unit < S::kUnits; ++unit) any |= Counted(unit)[w];
-      AnyCounted()[w] = any;
+      for (int unit = 0; unit < S::kUnits; ++unit) any |= Candidates(unit)[w];
+      AnyCandidates()[w] = any;
     }
     __syncwarp();
     const int tiles = (p_.key_blocks + S::kTileBlocks - 1) / S::kTileBlocks;
     for (int pass = 0; pass < 2; ++pass) {
       for (int tile = 0; tile < tiles; ++tile) {
-        if (BitsOf(AnyCounted(), tile) != 0) PublishTile(tile);
+        if (BitsOf(AnyCandidates(), tile) != 0) PublishTile(tile);
       }
       PublishTile(-1);
     }
   }
 
-  // Loads a tile of key patches and tells consumers whether all of them exist; tile -1: the end of a pass.
+  // Loads a tile of pooled keys and tells consumers whether all of them exist; tile -1: the end of a pass.
   __device__ __forceinline__ void PublishTile(int tile) {
     bool exist = true;
     if (tile >= 0 && lane_ < S::kN / 4) {
@@ -170,34 +171,35 @@ class BlockChooser {
     Next();
   }
 
-  // ---- a consumer warp: 16 query patches, of one unit or several, or a part of one ----
+  // ---- a consumer warp: 16 pooled queries, of one unit or several, or a part of one ----
   __device__ void Consume() {
     // The first warp of a unit has its sets.
     constexpr int kWarpRows = 16;
     const bool has_units = kWarpRows * warp_ % S::kUnitRows == 0;
     const int own_unit = kWarpRows * warp_ / S::kUnitRows;
-    for (int i = 0; has_units && i < S::kWarpUnits; ++i) FindCounted(own_unit + i);
+    for (int i = 0; has_units && i < S::kWarpUnits; ++i) FindCandidates(own_unit + i);
     SyncAll();
     Wait(QueryFull(), query_phase_);
     query_phase_ ^= 1;
-    float tops[2] = {-INFINITY, -INFINITY};
-    bool is_patch[2];
+    float max_products[2] = {-INFINITY, -INFINITY};
+    bool is_query[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = kWarpRows * warp_ + lane_ / 4 + 8 * r, unit = first_unit_ + row / S::kUnitRows;
       const int64_t query =
-          int64_t{unit / (p_.attention.H / p_.attention.G)} * kChosenRows + row % S::kUnitRows * kPatchQueries;
-      is_patch[r] = unit < units_ && query < p_.attention.S;
+          int64_t{unit / (p_.attention.H / p_.attention.G)} * kBlockQueries + row % S::kUnitRows * kPooledQueries;
+      is_query[r] = unit < units_ && query < p_.attention.S;
     }
-    GoThroughTiles([&](int tile, const float (&s)[kScores]) { RaiseTops(tile, s, &tops); });
-    float bounds[2];
+    GoThroughTiles([&](int tile, const float (&s)[kScores]) { RaiseMaxProducts(tile, s, &max_products); });
+    float least[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      tops[r] = fmaxf(tops[r], __shfl_xor_sync(~0u, tops[r], 1));
-      tops[r] = fmaxf(tops[r], __shfl_xor_sync(~0u, tops[r], 2));
-      bounds[r] = ChosenBound(tops[r] == -INFINITY ? -INFINITY : Estimate(tops[r]), p_.threshold);
+      max_products[r] = fmaxf(max_products[r], __shfl_xor_sync(~0u, max_products[r], 1));
+      max_products[r] = fmaxf(max_products[r], __shfl_xor_sync(~0u, max_products[r], 2));
+      least[r] =
+          LeastChosenEstimate(max_products[r] == -INFINITY ? -INFINITY : Estimate(max_products[r]), p_.threshold);
     }
-    GoThroughTiles([&](int tile, const float (&s)[kScores]) { Vote(tile, s, bounds, is_patch); });
+    GoThroughTiles([&](int tile, const float (&s)[kScores]) { Vote(tile, s, least, is_query); });
     Release(QueryEmpty());
     // Votes of all warps of a unit; and the sets of this item, which all warps of the group have read.
     SyncNamed(2 + warp_ / 4, kWarpgroup);
@@ -209,7 +211,7 @@ class BlockChooser {
     if (lane_ == 0) Arrive(barrier);
   }
 
-  // The estimate of a product of patches, which has the sign of the scale.
+  // The estimate of a product of a pooled query and a pooled key, which has the sign of the scale.
   __device__ __forceinline__ float Estimate(float product) const {
     const float score = fabsf(p_.attention.scale) * product;
     if constexpr (!S::kSoftcap) return score;
@@ -233,7 +235,7 @@ class BlockChooser {
   __device__ __forceinline__ Entries EntriesOf(const Place& place) const {
     const DeviceMask& mask = p_.attention.mask;
     if (p_.attention.has_mask == 0) {
-      const int keys = static_cast<int>(kChosenKeys) / p_.tiles_of_block;
+      const int keys = static_cast<int>(kBlockKeys) / p_.tiles_of_block;
       return {0, 0, (p_.attention.T + keys - 1) / keys};
     }
     const int table =
@@ -247,15 +249,15 @@ class BlockChooser {
   // tiles_of_block is 1 or 2.
   __device__ __forceinline__ int BlockOf(int tile) const { return p_.tiles_of_block == 2 ? tile / 2 : tile; }
 
-  // Sets the key blocks that count, and chooses none.
-  __device__ __forceinline__ void FindCounted(int unit) const {
-    uint32_t* const counted = Counted(unit);
+  // Sets the candidate blocks, and chooses none.
+  __device__ __forceinline__ void FindCandidates(int unit) const {
+    uint32_t* const candidates = Candidates(unit);
     uint32_t* const chosen = Chosen(unit);
     const Place place = PlaceOf(unit);
     const bool is_all = place.exists && p_.attention.has_mask == 0;
     for (int w = lane_; w < words_; w += 32) {
       const int blocks = p_.key_blocks - 32 * w;
-      counted[w] = !is_all ? 0u : blocks >= 32 ? ~0u : (1u << blocks) - 1u;
+      candidates[w] = !is_all ? 0u : blocks >= 32 ? ~0u : (1u << blocks) - 1u;
       chosen[w] = 0;
     }
     __syncwarp();
@@ -264,29 +266,29 @@ class BlockChooser {
       const Entries entries = EntriesOf(place);
       for (int entry = entries.begin + lane_; entry < entries.end; entry += 32) {
         const int block = BlockOf(TileOf(entry));
-        atomicOr(&counted[block / 32], 1u << block % 32);
+        atomicOr(&candidates[block / 32], 1u << block % 32);
       }
       __syncwarp();
     }
-    if (p_.attention.pad_bits != nullptr) RemovePadding(place.b, counted);
+    if (p_.attention.pad_bits != nullptr) RemovePadding(place.b, candidates);
   }
 
   // Removes key blocks that are padding alone.
-  __device__ __forceinline__ void RemovePadding(int b, uint32_t* counted) const {
+  __device__ __forceinline__ void RemovePadding(int b, uint32_t* candidates) const {
     const int words = (p_.attention.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
     const uint32_t* const pad = p_.attention.pad_bits + int64_t{b} * words;
     for (int w = 0; w < words_; ++w) {
-      constexpr int kWords = kChosenKeys / 32;
+      constexpr int kWords = kBlockKeys / 32;
       const int first = (32 * w + lane_) * kWords;
       uint32_t any = 0;
       for (int i = first; i < first + kWords && i < words; ++i) any |= pad[i];
       const uint32_t exist = __ballot_sync(~0u, any != 0);
-      if (lane_ == 0) counted[w] &= exist;
+      if (lane_ == 0) candidates[w] &= exist;
     }
     __syncwarp();
   }
 
-  // Calls use(tile, products) for the tiles of a pass that count for some unit of the warpgroup.
+  // Calls use(tile, products) for the tiles of a pass that have a candidate block of some unit of the warpgroup.
   template <typename Use>
   __device__ __forceinline__ void GoThroughTiles(const Use& use) {
     constexpr int kGroupUnits = S::kGroupUnits;
@@ -294,9 +296,9 @@ class BlockChooser {
     for (;;) {
       Wait(Full(stage_), phase_);
       const int tile = __shfl_sync(~0u, slots_[stage_].x, 0), all_exist = __shfl_sync(~0u, slots_[stage_].y, 0);
-      const bool counts =
-          tile >= 0 && lane_ < kGroupUnits && BitsOf(Counted(group * kGroupUnits + lane_ % kGroupUnits), tile) != 0;
-      if (__any_sync(~0u, counts) == 0) {
+      const bool has_candidate =
+          tile >= 0 && lane_ < kGroupUnits && BitsOf(Candidates(group * kGroupUnits + lane_ % kGroupUnits), tile) != 0;
+      if (__any_sync(~0u, has_candidate) == 0) {
         Release(Empty(stage_));
         Next();
         if (tile < 0) return;
@@ -327,7 +329,7 @@ class BlockChooser {
     PinRegisters(s);
   }
 
-  // Products of key patches without a key become -inf.
+  // Products of pooled keys without a key become -inf.
   __device__ __forceinline__ void RemoveAbsent(int tile, float (&s)[kScores]) const {
     const uint8_t* const exists =
         p_.exists + int64_t{bg_ / p_.attention.G} * p_.key_rows + tile * S::kN + 2 * (lane_ % 4);
@@ -341,48 +343,49 @@ class BlockChooser {
 
   // The largest of this thread's products of a key block, in one of its two rows.
   template <typename Max>
-  __device__ __forceinline__ float TopOf(const float (&s)[kScores], int block, int r, const Max& max) const {
+  __device__ __forceinline__ float MaxOfBlock(const float (&s)[kScores], int block, int r, const Max& max) const {
     if constexpr (S::kBlockColumns < 8) {  // two key blocks share 8 columns
       const int j = block / 2;
       return lane_ % 4 / 2 == block % 2 ? max(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]) : -INFINITY;
     } else {
       constexpr int kEights = S::kBlockColumns / 8;
-      float top = -INFINITY;
+      float largest = -INFINITY;
 #pragma unroll
       for (int j = block * kEights; j < (block + 1) * kEights; ++j) {
         const float pair = max(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
-        top = j == block * kEights ? pair : max(top, pair);
+        largest = j == block * kEights ? pair : max(largest, pair);
       }
-      return top;
+      return largest;
     }
   }
   // The unit of a thread's row.
   __device__ __forceinline__ int UnitOfRow(int r) const { return (16 * warp_ + lane_ / 4 + 8 * r) / S::kUnitRows; }
 
   // Raises the largest products of this thread's rows, but for NaN.
-  __device__ __forceinline__ void RaiseTops(int tile, const float (&s)[kScores], float (*tops)[2]) const {
+  __device__ __forceinline__ void RaiseMaxProducts(int tile, const float (&s)[kScores],
+                                                   float (*max_products)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t counted = BitsOf(Counted(UnitOfRow(r)), tile);
+      const uint32_t candidates = BitsOf(Candidates(UnitOfRow(r)), tile);
 #pragma unroll
       for (int block = 0; block < S::kTileBlocks; ++block) {
-        const float top = TopOf(s, block, r, [](float x, float y) { return fmaxf(x, y); });
-        if ((counted >> block & 1) != 0) (*tops)[r] = fmaxf((*tops)[r], top);
+        const float block_max = MaxOfBlock(s, block, r, [](float x, float y) { return fmaxf(x, y); });
+        if ((candidates >> block & 1) != 0) (*max_products)[r] = fmaxf((*max_products)[r], block_max);
       }
     }
   }
 
   // Chooses key blocks of a tile for the units of the warp.
-  __device__ __forceinline__ void Vote(int tile, const float (&s)[kScores], const float (&bounds)[2],
-                                       const bool (&is_patch)[2]) const {
+  __device__ __forceinline__ void Vote(int tile, const float (&s)[kScores], const float (&least)[2],
+                                       const bool (&is_query)[2]) const {
     uint32_t chosen[S::kWarpUnits] = {};
 #pragma unroll
     for (int block = 0; block < S::kTileBlocks; ++block) {
       uint32_t votes[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float top = TopOf(s, block, r, [](float x, float y) { return MaxOrNan(x, y); });
-        votes[r] = __ballot_sync(~0u, is_patch[r] && !(Estimate(top) < bounds[r]));
+        const float block_max = MaxOfBlock(s, block, r, [](float x, float y) { return MaxOrNan(x, y); });
+        votes[r] = __ballot_sync(~0u, is_query[r] && !(Estimate(block_max) < least[r]));
       }
 #pragma unroll
       for (int i = 0; i < S::kWarpUnits; ++i) {
@@ -397,33 +400,33 @@ class BlockChooser {
 #pragma unroll
     for (int i = 0; i < S::kWarpUnits; ++i) {
       const int unit = 16 * warp_ / S::kUnitRows + i;
-      const uint32_t bits = chosen[i] & BitsOf(Counted(unit), tile);
+      const uint32_t bits = chosen[i] & BitsOf(Candidates(unit), tile);
       if (bits != 0) atomicOr(&Chosen(unit)[at / 32], bits << at % 32);
     }
   }
 
   // Adds the blocks that are always chosen, and counts.
   __device__ __forceinline__ void CompleteChosen(int unit, const Place& place) const {
-    const int64_t row0 = place.block * kChosenRows, rows = min(kChosenRows, p_.attention.S - row0);
+    const int64_t row0 = place.block * kBlockQueries, rows = min(kBlockQueries, p_.attention.S - row0);
     const int64_t past = p_.first_rows == nullptr ? 0 : p_.first_rows[place.b];
     const int64_t position = row0 + p_.first_position + past;
-    const int64_t first = position / kChosenKeys, last = (position + rows - 1) / kChosenKeys;  // own blocks
+    const int64_t first = position / kBlockKeys, last = (position + rows - 1) / kBlockKeys;  // diagonal blocks
     const int64_t end = p_.first_rows == nullptr ? p_.attention.T : min(int64_t{p_.attention.T}, past + p_.key_offset);
-    const int64_t end_block = (end - 1) / kChosenKeys, lacks = (end_block + 1) * kChosenKeys - end;  // keys of the last
-    int64_t scored = 0, kept = 0;                                                                    // keys
+    const int64_t end_block = (end - 1) / kBlockKeys, lacks = (end_block + 1) * kBlockKeys - end;  // keys of the last
+    int64_t scored = 0, kept = 0;                                                                  // keys
     for (int w = lane_; w < words_; w += 32) {
-      const uint32_t counted = Counted(unit)[w];
+      const uint32_t candidates = Candidates(unit)[w];
       uint32_t chosen = Chosen(unit)[w];
       if (w == 0) chosen |= 1u;
       if (first / 32 == w) chosen |= 1u << first % 32;
       if (last / 32 == w) chosen |= 1u << last % 32;
-      chosen &= counted;
+      chosen &= candidates;
       Chosen(unit)[w] = chosen;
       const auto keys = [&](uint32_t set) {
         const bool has_end = end_block / 32 == w && (set >> end_block % 32 & 1) != 0;
-        return __popc(set) * kChosenKeys - (has_end ? lacks : 0);
+        return __popc(set) * kBlockKeys - (has_end ? lacks : 0);
       };
-      scored += keys(counted), kept += keys(chosen);
+      scored += keys(candidates), kept += keys(chosen);
     }
     __syncwarp();
     if (p_.skip_counts == nullptr) return;
@@ -460,7 +463,7 @@ class BlockChooser {
     p_.row_ptr[row] = begin, p_.full_begin[row] = full, p_.row_end[row] = at;
   }
 
-  const ChooseParams& p_;
+  const BlockChoiceParams& p_;
   const int warp_, lane_, words_;
   const uint32_t base_;
   uint32_t* const sets_;
@@ -471,7 +474,7 @@ class BlockChooser {
 };
 
 template <typename S, typename T>
-__global__ void __launch_bounds__(S::kThreads, 1) ChooseBlocks(const __grid_constant__ ChooseParams params) {
+__global__ void __launch_bounds__(S::kThreads, 1) ChooseBlocks(const __grid_constant__ BlockChoiceParams params) {
   extern __shared__ unsigned char shared[];
   const uint32_t lost = -SharedAddress(shared) & (S::kToAlign - 1u);
   BlockChooser<S, T>(params, shared + lost).Run();

@@ -14,7 +14,7 @@ namespace choose {
 constexpr int kOrderThreads = 256, kBuckets = 1024;
 
 // A CTA sorts the tile rows of one batch and head into buckets. Rows of one bucket may come in any order.
-__global__ void __launch_bounds__(kOrderThreads) OrderRows(const __grid_constant__ ChooseParams p) {
+__global__ void __launch_bounds__(kOrderThreads) OrderRows(const __grid_constant__ BlockChoiceParams p) {
   constexpr int kOwn = kBuckets / kOrderThreads;  // buckets of a thread
   __shared__ int starts[kBuckets], of_warps[kOrderThreads / 32];
   LetNextStart();

@@ -68,7 +68,7 @@ int64_t CountTiles(const AttentionJob& job) {
     const int64_t tiles = MostTiles(window->window_left, shape.S, shape.T, window->window_block);
     if (ChoosesPages(job.args())) {
       const PageChoice& choice = job.args().kv.choice;
-      const int64_t pages = ListColumns(choice.pages, CountPages(shape.T, choice.rows));
+      const int64_t pages = ListColumns(choice.chosen, CountPages(shape.T, choice.rows));
       return std::min(tiles, CeilDiv(pages * choice.rows, kTileKeys));
     }
     return tiles + MostColumnTiles(ColumnsOf(job), shape.T);
@@ -170,10 +170,10 @@ DecodeParams MakeParams(const AttentionJob& job, const AttentionPlan& plan) {
   return params;
 }
 
-ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decode) {
+PageChoiceParams MakePageChoiceParams(const AttentionJob& job, const DecodeParams& decode) {
   const AttentionParams& p = decode.attention;
   const PageChoice& choice = job.args().kv.choice;
-  ChooseParams params;
+  PageChoiceParams params;
   params.B = p.B, params.H = p.H, params.G = p.G, params.S = p.S, params.T = p.T, params.D = p.D;
   params.dtype = job.args().shape.dtype;
   params.query = p.query, params.query_stride = p.query_stride;
@@ -185,7 +185,7 @@ ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decod
   params.bounds_stride_page = choice.stride_page;
   params.shift = PageShift(choice.rows);
   params.pages = static_cast<int32_t>(CountPages(p.T, choice.rows));
-  params.chosen = static_cast<int32_t>(std::min<int64_t>(choice.pages, params.pages));
+  params.chosen = static_cast<int32_t>(std::min<int64_t>(choice.chosen, params.pages));
   params.columns = static_cast<int32_t>(ListColumns(params.chosen, params.pages));
   if (choice.lacks_new_bounds) {
     params.key = p.key, params.key_stride = p.key_stride;
@@ -196,7 +196,7 @@ ChooseParams MakeChooseParams(const AttentionJob& job, const DecodeParams& decod
 
 // Lists the pages that each KV head attends, and has the decode kernel read them.
 Status ChoosePages(AttentionJob* job, DecodeParams* params) {
-  ChooseParams choose = MakeChooseParams(*job, *params);
+  PageChoiceParams choose = MakePageChoiceParams(*job, *params);
   const ChooseWorkspace workspace(int64_t{choose.B} * choose.G, choose.pages, choose.columns);
   auto* const memory = static_cast<char*>(job->GetWorkspace(0, 5, static_cast<size_t>(workspace.bytes)));
   if (memory == nullptr) {

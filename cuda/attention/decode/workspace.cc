@@ -18,7 +18,7 @@ int64_t BoundChoiceWorkspace(const AttentionArgs& args) {
   const AttentionShape& shape = args.shape;
   if (!args.kv.choice.given()) return 0;
   const int64_t pages = CountPages(shape.T, args.kv.choice.rows);
-  return RoundUp(ChooseWorkspace(shape.B * shape.G, pages, ListColumns(args.kv.choice.pages, pages)).bytes, 64);
+  return RoundUp(ChooseWorkspace(shape.B * shape.G, pages, ListColumns(args.kv.choice.chosen, pages)).bytes, 64);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TMA maps of query, key, value, output and bias; of patches of queries and keys.
+// TMA maps of query, key, value, output and bias; of pooled queries and keys.
 #include "cuda/attention/choose_blocks/params.h"
 #include "cuda/attention/sm90/api.h"
 #include "cuda/common/tensor_map.h"
@@ -67,17 +67,17 @@ bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params)
                   &params->output_step_h, &params->output_step_b);
 }
 
-bool MakePatchMaps(bool bf16, ChooseParams* params) {
+bool MakePooledMaps(bool bf16, BlockChoiceParams* params) {
   const CUtensorMapDataType half = bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const AttentionParams& p = params->attention;
-  const int64_t size = params->patch_size, heads = int64_t{p.B} * p.G;
-  const auto describe = [&](const void* patches, int64_t rows, uint32_t box_rows, CUtensorMap* map) {
+  const int64_t size = params->pooled_size, heads = int64_t{p.B} * p.G;
+  const auto describe = [&](const void* pooled, int64_t rows, uint32_t box_rows, CUtensorMap* map) {
     int32_t step_h = 0, step_b = 0;
-    return Describe({patches, size, rows, heads, 1, {heads * rows * size, rows * size, size}}, half, box_rows, map,
+    return Describe({pooled, size, rows, heads, 1, {heads * rows * size, rows * size, size}}, half, box_rows, map,
                     &step_h, &step_b);
   };
-  return describe(params->query_patches, params->query_rows, kQueryRows, &params->query_map) &&
-         describe(params->key_patches, params->key_rows, PatchTileRows(size), &params->key_map);
+  return describe(params->pooled_queries, params->query_rows, kQueryRows, &params->query_map) &&
+         describe(params->pooled_keys, params->key_rows, PooledTileRows(size), &params->key_map);
 }
 
 }  // namespace cuda

@@ -34,8 +34,8 @@ size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig
 // arbitrary.
 Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config, void* workspace,
                     const Parallel& parallel);
-// Fills the bounds of the scores of pages, scores [B, G, pages], in the spans [B, G] alone, by args.kv.choice. A bound
-// is NaN where an element of queries or of the pages' bounds is.
+// Fills the scores of pages, [B, G, pages], in the spans [B, G] alone, by args.kv.choice: upper bounds of the scores of
+// their keys. A page score is NaN where an element of queries or of the page's key bounds is.
 void CpuScorePages(const AttentionArgs& args, const PageSpan* spans, int64_t pages, float* scores,
                    const Parallel& parallel);
 
@@ -73,7 +73,8 @@ Status CheckCudaAttention(const AttentionArgs& args);
 bool IsLimitedToKeyRange(const AttentionArgs& args);
 // Whether AttentionBackend::run takes these keys and values in KvArgs::pages: few queries, aligned rows.
 bool CanReadPages(const AttentionArgs& args);
-// Whether AttentionBackend::run attends chosen pages alone (KvArgs::choice), and computes the bounds that these lack.
+// Whether AttentionBackend::run attends chosen pages alone (KvArgs::choice), and computes the key bounds that these
+// lack.
 bool ChoosesPages(const AttentionArgs& args);
 // For runtimes that plan memory ahead: how many bytes AttentionBackend::run asks RunContext::allocate for at most,
 // blocks rounded up to 64. It grows with every size. pad: there is a key padding mask. operands: as for `run`; their

@@ -56,7 +56,7 @@ Status CheckExistingKeys(const AttentionArgs& args) {
       (args.mask.empty_rows == EmptyRows::kMean || args.scores.bias.data == nullptr)) {
     return Status();
   }
-  return Status::Error("existence_bias needs empty_rows mean or all; beside all, there is no bias of pairs");
+  return Status::Error("existence_bias needs empty_rows mean or all; beside all, there is no attention bias");
 }
 
 Status CheckQuantized(const AttentionArgs& args) {
@@ -114,7 +114,7 @@ Status CheckWindow(const AttentionArgs& args) {
                          std::to_string(args.shape.T));
   }
   if (args.kv.pages.given() || args.scores.bias.data != nullptr || !IsLimitedToKeyRange(args)) {
-    return Status::Error("a causal window with columns goes with few queries, without pages and a bias of pairs");
+    return Status::Error("a causal window with columns goes with few queries, without pages and an attention bias");
   }
   return Status();
 }
@@ -147,12 +147,12 @@ Status CheckPages(const AttentionArgs& args) {
 Status CheckChoice(const AttentionArgs& args) {
   const PageChoice& choice = args.kv.choice;
   if (!choice.given()) return Status();
-  if (!AttentionLimits::IsPageRows(choice.rows) || choice.pages > AttentionLimits::kMostLength ||
+  if (!AttentionLimits::IsPageRows(choice.rows) || choice.chosen > AttentionLimits::kMostLength ||
       choice.bounds == nullptr) {
-    return Status::Error("chosen pages have 16, 32, 64 or 128 rows, and bounds");
+    return Status::Error("chosen pages have 16, 32, 64 or 128 rows, and key bounds");
   }
-  if (args.shape.S > kMostChoosingTokens || args.kv.pages.given() || args.kv.columns != nullptr ||
-      args.sequences.given() || args.shape.kv_dtype != DType::kUndefined || AttendsAllKeys(args.mask.empty_rows)) {
+  if (args.shape.S > kMaxStepTokens || args.kv.pages.given() || args.kv.columns != nullptr || args.sequences.given() ||
+      args.shape.kv_dtype != DType::kUndefined || AttendsAllKeys(args.mask.empty_rows)) {
     return Status::Error(
         "pages are chosen by at most 16 queries, without a block table, gathered columns, packed sequences, quantized "
         "keys and rows that attend all keys");

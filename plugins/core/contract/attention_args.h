@@ -69,8 +69,9 @@ struct SinkLogits {
   DType dtype = DType::kUndefined;
 };
 
-// The key at the position of query 0, in keys of its sequence: queries stand behind each other from there.
-struct OwnKeys {
+// The diagonal begins at the key at the position of query 0, in keys of its sequence: queries stand behind each other
+// from there.
+struct DiagonalStart {
   int64_t first = 0;
   const int32_t* first_rows = nullptr;  // [B], of each sequence, in place of `first`; devices: a device address
 };
@@ -90,7 +91,7 @@ struct ScoreArgs {
   // Key blocks whose estimated weights are all below block_threshold of the largest one may be left out, before their
   // scores are computed: contract/chosen_blocks.h. 0: none is. Kernels that leave out none, or fewer, are right, too.
   float block_threshold = 0.0f;
-  OwnKeys own_keys;  // beside block_threshold: their blocks are always chosen
+  DiagonalStart diagonal;  // beside block_threshold: the blocks of its keys are always chosen
   bool has_relative_tables() const {
     return relative_key[0].given() || relative_key[1].given() || relative_query.given();
   }
@@ -148,7 +149,7 @@ struct MaskArgs {
   const uint8_t* pad = nullptr;  // the CPU: [B, T], 1: the key may be attended; nullptr: all
   EmptyRows empty_rows = EmptyRows::kZero;
   // Devices, [B, T]: 0 where a key exists, else -inf; nullptr: all do. Under kAll, rows without an allowed key attend
-  // those that exist, and there is no bias of pairs. Under kMean, values without a key are the mean of the others.
+  // those that exist, and there is no attention bias. Under kMean, values without a key are the mean of the others.
   const float* existence_bias = nullptr;
   bool do_queries_exist_as_keys = false;  // it also says which query rows exist; outputs of others are never read
 };

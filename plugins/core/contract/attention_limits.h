@@ -63,10 +63,13 @@ struct AttentionLimits {
   static constexpr bool IsBlockThreshold(float x) { return x >= 0.0f && x <= 1.0f; }
   // Whether kernels of a target leave out key blocks by it. Function bodies and TensorRT compute all.
   static constexpr bool ChoosesBlocks(Target target) { return target == Target::kCpu || target == Target::kCuda; }
+  // The same of StofPagedAttention, whose CUDA kernels compute every block: what stands behind a sequence in the padded
+  // copies of its queries would be part of means.
+  static constexpr bool ChoosesBlocksOfPages(Target target) { return target == Target::kCpu; }
   // Attributes chosen_pages and page_rows.
   static constexpr bool IsChosenPages(int64_t x) { return x >= 0 && x <= kMostLength; }
   static constexpr bool IsPageRows(int64_t x) { return x == 16 || x == 32 || x == 64 || x == 128; }
-  // Whether kernels of a target choose pages of a KV cache, and keep their bounds. Others refuse chosen_pages.
+  // Whether kernels of a target choose pages of a KV cache, and keep their key bounds. Others refuse chosen_pages.
   static constexpr bool ChoosesPages(Target target) { return target == Target::kCpu || target == Target::kCuda; }
 
   static constexpr HeadSizes HeadSizesOf(Target target, DType dtype) {

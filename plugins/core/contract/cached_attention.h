@@ -52,7 +52,7 @@ struct CacheAppendArgs {
   // multiplies values of masked keys by zero (not IsLimitedToKeyRange, contract/attention.h). 0: none.
   int64_t clear_end = 0;
   // Of the keys of present, which the append step updates behind them. They go with no quantized and no sliding-window
-  // cache. Where seqlens is illegal, bounds of the sequence are undefined.
+  // cache. Where seqlens is illegal, key bounds of the sequence are undefined.
   PageBounds page_bounds;
   HeadTransformArgs transform;  // of queries and of new keys, before they are appended
   // ---- results ----

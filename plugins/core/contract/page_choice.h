@@ -10,42 +10,42 @@
 
 namespace stof {
 
-// Page p of a KV head holds rows [p * rows, (p + 1) * rows) of its cache. Its bounds are the smallest element of its
-// keys along the head, [D], then the largest one, [D], of the caches' type; a NaN where a key has one. Bounds of pages
-// behind the keys of a sequence are undefined, and are not read.
+// Page p of a KV head holds rows [p * rows, (p + 1) * rows) of its cache. Its key bounds are the minima of its keys
+// along the head, [D], then the maxima, [D], of the caches' type; a NaN where a key has one. Those of pages behind the
+// keys of a sequence are undefined, and are not read.
 struct PageBounds {
-  int64_t rows = 0;            // of a page: 16, 32, 64 or 128; 0: there are no bounds
+  int64_t rows = 0;            // of a page: 16, 32, 64 or 128; 0: there are no key bounds
   const void* past = nullptr;  // [B, G, past_pages, 2, D], dense
   int64_t past_pages = 0;      // 0: they are not known
   // [B, G, pages, 2, D], dense; equal to past where the runtime gives one buffer, and then past_pages is equal.
   void* present = nullptr;
-  int64_t pages = 0;
+  int64_t pages = 0;  // that the rows of the caches take
   STOF_ALWAYS_INLINE bool given() const { return rows > 0; }
 };
 
-// How a step of at most kMostChoosingTokens tokens may choose among the pages of each KV head. A kernel that attends
+// How a step of at most kMaxStepTokens tokens may choose among the pages of each KV head. A kernel that attends
 // all of them is right, too.
 struct PageChoice {
-  int64_t pages = 0;  // so many beside those that are always attended; 0: all
-  int64_t rows = 0;   // of a page
+  int64_t chosen = 0;  // k: pages chosen besides those always attended; 0: every page is attended
+  int64_t rows = 0;    // of a page
   // PageBounds::present behind the append step: strides in elements between sequences, KV heads and pages; a page has
-  // D smallest elements, then D largest ones.
+  // D minima, then D maxima.
   void* bounds = nullptr;
   int64_t stride_b = 0, stride_g = 0, stride_page = 0;
-  // Devices: the append step has left out the bounds of the pages that FirstComputedPage begins, and written no others.
-  // Attention computes them.
+  // Devices: the append step has left out the key bounds of the pages that FirstComputedPage begins, and written no
+  // others. Attention computes them.
   bool lacks_new_bounds = false;
-  STOF_ALWAYS_INLINE constexpr bool given() const { return pages > 0; }
+  STOF_ALWAYS_INLINE constexpr bool given() const { return chosen > 0; }
 };
 
-constexpr int64_t kMostChoosingTokens = 16;
+constexpr int64_t kMaxStepTokens = 16;
 
 // Pages [first, last) of a KV head.
 struct PageSpan {
   int32_t first = 0, last = 0;
 };
 
-// The first page whose bounds a step computes from the keys of the cache; those before it are taken from past. What
+// The first page whose key bounds a step computes from the keys of the cache; those before it are taken from past. What
 // lies behind first_row, the row of the first new token, may be stale: callers rewind. first_row is not negative.
 STOF_ALWAYS_INLINE_HOST_DEVICE int64_t FirstComputedPage(const PageBounds& bounds, int64_t first_row) {
   return bounds.past_pages == 0 ? 0 : first_row / bounds.rows;

@@ -157,7 +157,7 @@ Status AttentionOp::Complete(const Tensor* inputs, bool on_cuda, Problem* proble
     return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) + " > T = " + std::to_string(shape.T));
   }
   ScoreArgs& scores = problem->args.scores;
-  scores.relative_bias.query_position = scores.own_keys.first = problem->sizes.P;
+  scores.relative_bias.query_position = scores.diagonal.first = problem->sizes.P;
   if (!problem->mask->parts.dynamic.empty()) scores.block_threshold = 0.0f;  // every block is computed
   return Status();
 }

@@ -55,7 +55,7 @@ Status PaddedCopies::Bind(const AttentionAttributes& attributes, const Tensor* i
   is_bound_ = true, has_queries_ = roles.has_queries, dtype_ = args->shape.dtype;
   args->shape.T = padded.length;
   if (has_queries_) args->shape.S = padded.length;
-  args->scores.block_threshold = 0.0f;  // rows behind a sequence hold anything, and would count in query patches
+  args->scores.block_threshold = 0.0f;  // rows behind a sequence hold anything, and would be part of pooled queries
   return Status();
 }
 

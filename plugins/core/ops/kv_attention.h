@@ -46,7 +46,7 @@ Status BindMask(const NamedInputs& inputs, int first, const Make& make, std::sha
 // Scale, softcap and thresholds by the attributes.
 ScoreArgs ScoresOf(const CachedAttentionAttributes& attributes, int64_t head_size);
 
-// Bind input `index`, if it is given: the logits of heads, a bias of pairs. An error names the input.
+// Bind input `index`, if it is given: the logits of heads, an attention bias. An error names the input.
 Status BindSink(const NamedInputs& inputs, int index, const AttentionShape& shape, ScoreArgs* scores);
 Status BindBias(const NamedInputs& inputs, int index, const AttentionShape& shape, ScoreArgs* scores);
 

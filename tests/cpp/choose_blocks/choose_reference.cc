@@ -16,7 +16,7 @@ constexpr double kUnit = 0x1p-24;  // the unit roundoff of fp32
 constexpr int64_t kBlock = 128;
 
 // A mean of rows, and how far that of a kernel may be from it, by element.
-struct Patch {
+struct PooledRow {
   bool exists = false;
   std::vector<double> mean, error;
 };
@@ -29,11 +29,11 @@ struct Estimate {
 
 bool IsFloat32(double x) { return static_cast<double>(static_cast<float>(x)) == x; }
 
-Patch MeanOf(const std::vector<const double*>& rows, int64_t size, DType dtype) {
-  Patch patch;
-  patch.exists = !rows.empty();
+PooledRow MeanOf(const std::vector<const double*>& rows, int64_t size, DType dtype) {
+  PooledRow pooled;
+  pooled.exists = !rows.empty();
   const auto count = static_cast<double>(rows.size());
-  for (int64_t d = 0; d < size && patch.exists; ++d) {
+  for (int64_t d = 0; d < size && pooled.exists; ++d) {
     double sum = 0, magnitude = 0;
     bool is_exact = true;  // fp32 holds all sums
     for (const double* const row : rows) {
@@ -49,12 +49,12 @@ Patch MeanOf(const std::vector<const double*>& rows, int64_t size, DType dtype) 
       error = low == high ? 0 : std::max(mean - low, high - mean);
       if (!std::isfinite(error)) error = 0;
     }
-    patch.mean.push_back(mean), patch.error.push_back(error);
+    pooled.mean.push_back(mean), pooled.error.push_back(error);
   }
-  return patch;
+  return pooled;
 }
 
-Estimate EstimateOf(const Patch& query, const Patch& key, const Dense& p) {
+Estimate EstimateOf(const PooledRow& query, const PooledRow& key, const Dense& p) {
   Estimate result;
   result.exists = query.exists && key.exists;
   if (!result.exists) return result;
@@ -77,7 +77,7 @@ Estimate EstimateOf(const Patch& query, const Patch& key, const Dense& p) {
   return result;
 }
 
-enum class State : uint8_t { kUncounted, kLeftOut, kUncertain, kChosen };
+enum class State : uint8_t { kNoCandidate, kLeftOut, kUncertain, kChosen };
 
 class Chooser {
  public:
@@ -86,18 +86,18 @@ class Chooser {
     sets_.is_uncertain.resize(static_cast<size_t>(p_.B * p_.H * p_.S));
     key_blocks_ = (p_.T + kBlock - 1) / kBlock;
     for (int64_t b = 0; b < p_.B; ++b) {
-      for (int64_t g = 0; g < p_.G; ++g) MakeKeyPatches(b, g);
+      for (int64_t g = 0; g < p_.G; ++g) PoolKeys(b, g);
     }
   }
   void Visit(int64_t b, int64_t h, int64_t query_block) {
     b_ = b, h_ = h;
     row0_ = query_block * kBlock, rows_ = std::min(kBlock, p_.S - row0_);
-    FindCounting(query_block);
+    FindCandidates(query_block);
     FindEstimates();
-    FindMost();
+    FindMaxEstimates();
     for (int64_t block = 0; block < key_blocks_; ++block) {
       const State state = StateOf(block);
-      if (state == State::kUncounted) continue;
+      if (state == State::kNoCandidate) continue;
       Count(block, state);
       for (int64_t row = row0_; row < row0_ + rows_; ++row) {
         if (state == State::kUncertain) sets_.is_uncertain[static_cast<size_t>(RowOf(row))] = 1;
@@ -114,16 +114,16 @@ class Chooser {
   int64_t EndOf(int64_t block) const { return std::min((block + 1) * kBlock, c_.ends[static_cast<size_t>(b_)]); }
   bool IsPadded(int64_t b, int64_t k) const { return c_.pad != nullptr && c_.pad[b * p_.T + k] == 0; }
 
-  void MakeKeyPatches(int64_t b, int64_t g) {
-    std::vector<Patch> patches;
-    for (int64_t first = 0; first < p_.T; first += kPatchKeys) {
+  void PoolKeys(int64_t b, int64_t g) {
+    std::vector<PooledRow> pooled;
+    for (int64_t first = 0; first < p_.T; first += kPooledKeys) {
       std::vector<const double*> rows;
-      for (int64_t k = first; k < std::min(first + kPatchKeys, c_.ends[static_cast<size_t>(b)]); ++k) {
+      for (int64_t k = first; k < std::min(first + kPooledKeys, c_.ends[static_cast<size_t>(b)]); ++k) {
         if (!IsPadded(b, k)) rows.push_back(&p_.key[static_cast<size_t>(((b * p_.G + g) * p_.T + k) * p_.D)]);
       }
-      patches.push_back(MeanOf(rows, p_.D, c_.dtype));
+      pooled.push_back(MeanOf(rows, p_.D, c_.dtype));
     }
-    key_patches_.push_back(std::move(patches));
+    pooled_keys_.push_back(std::move(pooled));
   }
 
   bool HasPair(int64_t row0, int64_t rows, int64_t block) const {
@@ -134,54 +134,54 @@ class Chooser {
     }
     return false;
   }
-  void FindCounting(int64_t query_block) {
-    has_pair_.clear(), counts_.clear();
+  void FindCandidates(int64_t query_block) {
+    has_pair_.clear(), is_candidate_.clear();
     for (int64_t block = 0; block < key_blocks_; ++block) {
       const bool has_pair = HasPair(row0_, rows_, block), exists = block * kBlock < EndOf(block);
       has_pair_.push_back(has_pair);
-      counts_.push_back(has_pair || (exists && c_.is_listed(b_, h_, query_block, block)));
+      is_candidate_.push_back(has_pair || (exists && c_.is_listed(b_, h_, query_block, block)));
     }
   }
 
-  // estimates_[query patch][key patch], of key blocks that may count.
+  // estimates_[pooled query][pooled key], of candidate blocks.
   void FindEstimates() {
-    const std::vector<Patch>& keys = key_patches_[static_cast<size_t>(b_ * p_.G + h_ / (p_.H / p_.G))];
+    const std::vector<PooledRow>& keys = pooled_keys_[static_cast<size_t>(b_ * p_.G + h_ / (p_.H / p_.G))];
     estimates_.clear();
-    for (int64_t first = row0_; first < row0_ + rows_; first += kPatchQueries) {
+    for (int64_t first = row0_; first < row0_ + rows_; first += kPooledQueries) {
       std::vector<const double*> rows;
-      for (int64_t row = first; row < std::min(first + kPatchQueries, row0_ + rows_); ++row) {
+      for (int64_t row = first; row < std::min(first + kPooledQueries, row0_ + rows_); ++row) {
         rows.push_back(&p_.query[static_cast<size_t>(RowOf(row) * p_.D)]);
       }
-      const Patch query = MeanOf(rows, p_.D, c_.dtype);
+      const PooledRow query = MeanOf(rows, p_.D, c_.dtype);
       estimates_.emplace_back(keys.size());
       for (size_t j = 0; j < keys.size(); ++j) {
-        if (counts_[j * kPatchKeys / kBlock]) estimates_.back()[j] = EstimateOf(query, keys[j], p_);
+        if (is_candidate_[j * kPooledKeys / kBlock]) estimates_.back()[j] = EstimateOf(query, keys[j], p_);
       }
     }
   }
-  void FindMost() {
-    most_low_.assign(estimates_.size(), -kInf), most_high_ = most_low_;
+  void FindMaxEstimates() {
+    max_low_.assign(estimates_.size(), -kInf), max_high_ = max_low_;
     for (size_t i = 0; i < estimates_.size(); ++i) {
       for (size_t j = 0; j < estimates_[i].size(); ++j) {
         const Estimate& estimate = estimates_[i][j];
-        if (has_pair_[j * kPatchKeys / kBlock]) most_low_[i] = std::max(most_low_[i], estimate.low);
-        most_high_[i] = std::max(most_high_[i], estimate.high);
+        if (has_pair_[j * kPooledKeys / kBlock]) max_low_[i] = std::max(max_low_[i], estimate.low);
+        max_high_[i] = std::max(max_high_[i], estimate.high);
       }
     }
   }
 
   State StateOf(int64_t block) const {
-    if (!counts_[static_cast<size_t>(block)]) return State::kUncounted;
-    const int64_t own = c_.own_keys[static_cast<size_t>(b_)] + row0_;
-    if (block == 0 || (block * kBlock < own + rows_ && (block + 1) * kBlock > own)) return State::kChosen;
+    if (!is_candidate_[static_cast<size_t>(block)]) return State::kNoCandidate;
+    const int64_t diagonal = c_.diagonal[static_cast<size_t>(b_)] + row0_;
+    if (block == 0 || (block * kBlock < diagonal + rows_ && (block + 1) * kBlock > diagonal)) return State::kChosen;
     bool is_uncertain = false;
     for (size_t i = 0; i < estimates_.size(); ++i) {
-      double others = -kInf;  // the highest estimate of the patch in other blocks
+      double others = -kInf;  // the largest estimate of the pooled query in other blocks
       for (size_t j = 0; j < estimates_[i].size(); ++j) {
-        if (static_cast<int64_t>(j) * kPatchKeys / kBlock != block) others = std::max(others, estimates_[i][j].high);
+        if (static_cast<int64_t>(j) * kPooledKeys / kBlock != block) others = std::max(others, estimates_[i][j].high);
       }
-      const size_t last = std::min(estimates_[i].size(), static_cast<size_t>((block + 1) * kBlock / kPatchKeys));
-      for (auto j = static_cast<size_t>(block * kBlock / kPatchKeys); j < last; ++j) {
+      const size_t last = std::min(estimates_[i].size(), static_cast<size_t>((block + 1) * kBlock / kPooledKeys));
+      for (auto j = static_cast<size_t>(block * kBlock / kPooledKeys); j < last; ++j) {
         const Estimate& estimate = estimates_[i][j];
         if (!estimate.exists) continue;
         if (estimate.is_nan) return State::kChosen;
@@ -189,8 +189,8 @@ class Chooser {
         const double distance = std::log(c_.threshold);
         const double sizes = std::abs(estimate.high) + std::abs(distance);
         const double error = std::isfinite(sizes) ? 4 * kUnit * sizes : 0;
-        if (estimate.low >= most_high_[i] + distance + error || estimate.low > others) return State::kChosen;
-        is_uncertain = is_uncertain || estimate.high >= most_low_[i] + distance - error;
+        if (estimate.low >= max_high_[i] + distance + error || estimate.low > others) return State::kChosen;
+        is_uncertain = is_uncertain || estimate.high >= max_low_[i] + distance - error;
       }
     }
     return is_uncertain ? State::kUncertain : State::kLeftOut;
@@ -214,10 +214,10 @@ class Chooser {
   const Dense& p_;
   BlockSets sets_;
   int64_t key_blocks_ = 0, b_ = 0, h_ = 0, row0_ = 0, rows_ = 0;
-  std::vector<std::vector<Patch>> key_patches_;  // [B * G]
-  std::vector<bool> has_pair_, counts_;          // of key blocks
+  std::vector<std::vector<PooledRow>> pooled_keys_;  // [B * G]
+  std::vector<bool> has_pair_, is_candidate_;        // of key blocks
   std::vector<std::vector<Estimate>> estimates_;
-  std::vector<double> most_low_, most_high_;
+  std::vector<double> max_low_, max_high_;
 };
 
 }  // namespace

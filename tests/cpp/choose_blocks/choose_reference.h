@@ -20,9 +20,9 @@ struct ChooseProblem {
   std::vector<uint8_t> fixed;     // [B, H, S, T]: the pairs of existing keys that the static mask allows
   const uint8_t* pad = nullptr;   // [B, T]; nullptr: none
   std::vector<int64_t> ends;      // [B], the numbers of keys
-  std::vector<int64_t> own_keys;  // [B], the key at the position of query 0
+  std::vector<int64_t> diagonal;  // [B], the key at the position of query 0
   int64_t m = 128;                // rows of a tile, by which pairs are counted
-  // Whether a kernel's mask lists a key block, which it then may count though the mask allows no pair of it.
+  // Whether a kernel's mask lists a key block, which then may be a candidate though the mask allows no pair of it.
   std::function<bool(int64_t b, int64_t h, int64_t query_block, int64_t key_block)> is_listed;
 };
 

@@ -143,7 +143,7 @@ inline BlockSets Define(const Case& c, const Problem& p) {
   problem.threshold = static_cast<double>(c.threshold());
   problem.fixed = p.fixed;
   problem.pad = c.padding == Padding::kNone ? nullptr : p.pad.data();
-  for (int64_t b = 0; b < c.B; ++b) problem.ends.push_back(c.KeysOf(b)), problem.own_keys.push_back(c.P(b));
+  for (int64_t b = 0; b < c.B; ++b) problem.ends.push_back(c.KeysOf(b)), problem.diagonal.push_back(c.P(b));
   // Tiles of these masks have a pair.
   problem.is_listed = [](int64_t, int64_t, int64_t, int64_t) { return false; };
   return ChooseKeyBlocks(problem);

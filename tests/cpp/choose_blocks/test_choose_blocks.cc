@@ -105,7 +105,7 @@ ChooseProblem Describe(const ChooseCase& choose, const MaskData& data, const Den
   problem.pad = args.mask.pad;
   problem.ends.assign(static_cast<size_t>(c.B), c.T);
   if (args.kv.key_ends != nullptr) problem.ends.assign(args.kv.key_ends, args.kv.key_ends + c.B);
-  problem.own_keys.assign(static_cast<size_t>(c.B), c.offset ? c.T - c.S : 0);
+  problem.diagonal.assign(static_cast<size_t>(c.B), c.offset ? c.T - c.S : 0);
   MaskData unpadded = data;
   std::fill(unpadded.pad.begin(), unpadded.pad.end(), uint8_t{1});
   Case plain = c;
@@ -142,7 +142,7 @@ class Trial {
     query_.Fill(dense_.query), key_.Fill(dense_.key), value_.Fill(dense_.value);
     args_ = MakeArgs(c_, query_, key_, value_, output_);
     args_.scores.block_threshold = choose.threshold;
-    args_.scores.own_keys.first = c_.offset ? c_.T - c_.S : 0;
+    args_.scores.diagonal.first = c_.offset ? c_.T - c_.S : 0;
     if (choose.is_ragged) args_.kv.key_ends = ends_.data();
     if (c_.pad != Pad::kNone && c_.mask != 12) args_.mask.pad = data_.pad.data();
     if (c_.bias != Bias::kNone) {
@@ -315,8 +315,8 @@ void RunTable(CpuIsa isa) {
   CHECK(uncertain < 0.005, "uncertain ", uncertain);
 }
 
-// Keys differ little beside their mean, so that the rounding of patches to bf16 decides about many blocks.
-void ChooseByRoundedPatches(CpuIsa isa) {
+// Keys differ little beside their mean, so that the rounding of means to bf16 decides about many blocks.
+void ChooseByRoundedPooling(CpuIsa isa) {
   ThreadPool pool(3);
   Totals totals;
   for (uint64_t seed = 0; seed < 2; ++seed) {
@@ -355,12 +355,12 @@ void ChooseStatedShare(CpuIsa isa) {
     args.output.data = output.data(), args.output.stride = args.query.stride;
     args.scores.scale = 0.125f;
     args.scores.block_threshold = 0.01f;
-    args.scores.own_keys.first = 2 * kBlock + 70;  // blocks 2 and 3 for the first query block
+    args.scores.diagonal.first = 2 * kBlock + 70;  // blocks 2 and 3 for the first query block
     CpuAttentionConfig config = ChooseCpuAttention(args, 1);
     config.isa = isa;
     uint64_t kept = 0;
     for (int64_t row0 = 0; row0 < S; row0 += kBlock) {
-      const int64_t rows = std::min(kBlock, S - row0), own = args.scores.own_keys.first + row0;
+      const int64_t rows = std::min(kBlock, S - row0), own = args.scores.diagonal.first + row0;
       for (int64_t block = 0; block < kBlocks; ++block) {
         const bool is_own = block * kBlock < own + rows && (block + 1) * kBlock > own;
         kept += block == 0 || is_own || counts_much(block) ? static_cast<uint64_t>(rows * kBlock) : 0;
@@ -377,7 +377,8 @@ void ChooseStatedShare(CpuIsa isa) {
   }
 }
 
-// A block of far lower scores with a NaN is chosen, whichever of its patches has it: all rows that attend it are NaN.
+// A block of far lower scores with a NaN is chosen, whichever of its pooled keys has it: all rows that attend it are
+// NaN.
 void KeepNan(CpuIsa isa) {
   constexpr int64_t S = 128, T = 640, kSize = 16;
   for (int64_t nan = 2 * kBlock + 3; nan < 3 * kBlock; nan += 8) {
@@ -438,7 +439,7 @@ void ChooseAndSkip(CpuIsa isa) {
 const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported)                                             \
   {{"ChosenBlocksAreThoseOfTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},   \
-   {"RoundedPatchesChoose[" #name "]", [] { ChooseByRoundedPatches(CpuIsa::id); }},    \
+   {"RoundedPoolingChooses[" #name "]", [] { ChooseByRoundedPooling(CpuIsa::id); }},   \
    {"ANanIsChosen[" #name "]", [] { KeepNan(CpuIsa::id); }},                           \
    {"AStatedShareOfBlocksIsChosen[" #name "]", [] { ChooseStatedShare(CpuIsa::id); }}, \
    {"ChosenBlocksSkipByScore[" #name "]", [] { ChooseAndSkip(CpuIsa::id); }}},

@@ -146,7 +146,7 @@ class CacheTrial {
     args->output.data = output->data(), args->output.stride = args->query.stride;
     args->scores.scale = 0.125f;
     args->scores.block_threshold = threshold;
-    args->scores.own_keys.first_rows = past_.data();
+    args->scores.diagonal.first_rows = past_.data();
     args->kv.key_ends = ends_.data();
   }
   ChooseProblem Describe(const AttentionArgs& args, const CpuAttentionConfig& config, float threshold) const {
@@ -154,7 +154,7 @@ class CacheTrial {
     problem.dense = &dense_, problem.dtype = dtype_, problem.threshold = static_cast<double>(threshold);
     problem.fixed = dense_.allowed, problem.m = config.m;
     problem.ends.assign(ends_.begin(), ends_.end());
-    problem.own_keys.assign(past_.begin(), past_.end());
+    problem.diagonal.assign(past_.begin(), past_.end());
     problem.is_listed = [&args](int64_t b, int64_t h, int64_t query_block, int64_t key_block) {
       const DynamicMask& mask = *args.mask.fixed.elements();
       KeyTileRun run;
@@ -242,7 +242,7 @@ struct Sequences {
     args.output.data = output, args.output.stride = stride;
     args.scores.scale = 0.125f;
     args.scores.block_threshold = 0.1f;
-    args.scores.own_keys.first = lengths[b] - S;
+    args.scores.diagonal.first = lengths[b] - S;
     return args;
   }
 };

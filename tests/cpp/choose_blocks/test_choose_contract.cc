@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choose blocks, the contract that kernels share: its bound, its attribute, which calls choose.
+// Choose blocks, the contract that kernels share: the least estimate that chooses, the attribute, which calls choose.
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plugins/core/c_api/c_api.h"
+#include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/chosen_blocks.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
@@ -29,20 +30,22 @@ Status Create(const OpDescription& op, float threshold) {
 }
 }  // namespace
 
-TEST(TheBoundOfChosenBlocksIsALogarithmBelowTheLargestEstimate) {
+TEST(TheLeastChosenEstimateIsALogarithmBelowTheLargestOne) {
   for (const float threshold : {1e-30f, 1e-3f, 0.5f, 1.0f}) {
-    for (const float most : {-300.0f, -1.0f, 0.0f, 25.5f, 1e6f}) {
-      const double wanted = static_cast<double>(most) + std::log(static_cast<double>(threshold));
-      const auto found = static_cast<double>(ChosenBound(most, threshold));
-      CHECK(std::abs(found - wanted) <= 1e-6 * (1 + std::abs(wanted)), "threshold ", threshold, " most ", most);
-      CHECK(!(most < ChosenBound(most, threshold)), "the largest estimate of ", most, " does not choose");
+    for (const float max_estimate : {-300.0f, -1.0f, 0.0f, 25.5f, 1e6f}) {
+      const double wanted = static_cast<double>(max_estimate) + std::log(static_cast<double>(threshold));
+      const auto found = static_cast<double>(LeastChosenEstimate(max_estimate, threshold));
+      CHECK(std::abs(found - wanted) <= 1e-6 * (1 + std::abs(wanted)), "threshold ", threshold, " max_estimate ",
+            max_estimate);
+      CHECK(!(max_estimate < LeastChosenEstimate(max_estimate, threshold)), "the largest estimate of ", max_estimate,
+            " does not choose");
       CountCases(1);
     }
   }
   // Where there is no estimate, -inf does not choose; beside +inf nothing finite does.
-  CHECK(-kInf < ChosenBound(-kInf, 0.5f) && ChosenBound(-kInf, 0.5f) > -kInf);
-  CHECK(ChosenBound(kInf, 1e-30f) == kInf);
-  CHECK(!(std::nanf("") < ChosenBound(3.0f, 0.5f)));
+  CHECK(-kInf < LeastChosenEstimate(-kInf, 0.5f) && LeastChosenEstimate(-kInf, 0.5f) > -kInf);
+  CHECK(LeastChosenEstimate(kInf, 1e-30f) == kInf);
+  CHECK(!(std::nanf("") < LeastChosenEstimate(3.0f, 0.5f)));
 }
 
 TEST(BlockThresholdsOutsideTheirRangeAreRefused) {
@@ -97,6 +100,8 @@ TEST(CallsThatChooseBlocks) {
   CHECK(ChoosesBlocks(usual));
   const std::string limits = stof_op_limits();
   CHECK(limits.find("\"chooses_blocks\": true") != std::string::npos, limits);
+  CHECK(AttentionLimits::ChoosesBlocks(Target::kCpu) && AttentionLimits::ChoosesBlocks(Target::kCuda));
+  CHECK(AttentionLimits::ChoosesBlocksOfPages(Target::kCpu) && !AttentionLimits::ChoosesBlocksOfPages(Target::kCuda));
 }
 
 }  // namespace stof::test::attention

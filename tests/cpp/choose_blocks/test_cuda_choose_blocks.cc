@@ -47,7 +47,7 @@ class Runner {
     args_.mask.empty_rows = c.empty_rows;
     if (c.sink) args_.scores.sink = {Upload(d.sink), c.dtype};
     if (c.past.empty()) {
-      args_.scores.own_keys.first = c.P(0);
+      args_.scores.diagonal.first = c.P(0);
       CHECK(MakeAttentionMask(kMasks[c.mask], {}, &mask_).ok());
       sizes_ = {c.B, c.H, c.S, c.T, c.P(0)};
     } else {
@@ -118,7 +118,7 @@ class Runner {
     CachedMask cached;
     CHECK(MakeCachedMask(kMasks[c_.mask], {}, 0, &cached).ok());
     mask_ = cached.on_device;
-    args_.scores.own_keys.first_rows = rows;
+    args_.scores.diagonal.first_rows = rows;
     sizes_ = {c_.B, c_.H, c_.S, c_.T, 0};
     Tensor lengths;
     lengths.data = const_cast<int32_t*>(rows), lengths.dtype = DType::kI32, lengths.rank = 1, lengths.dims[0] = c_.B;
@@ -219,7 +219,7 @@ std::vector<std::string> ChoosingKernels(const Case& c) {
   cuda::FindFamily(cuda::KernelRole::kScheduled, problem, &kernels);
   std::vector<std::string> names;
   for (const cuda::KernelEntry& kernel : kernels) {
-    const bool fits = kernel.rows == kChosenRows && kChosenKeys % kernel.keys == 0 && kernel.cost.split_kv == 1;
+    const bool fits = kernel.rows == kBlockQueries && kBlockKeys % kernel.keys == 0 && kernel.cost.split_kv == 1;
     if (fits) names.push_back(cuda::KernelName(kernel));
   }
   if (!names.empty()) names.emplace_back();  // the library's choice
@@ -379,7 +379,7 @@ TEST(CudaChooseBlocksAndSkipScores) {
 }
 
 // Where the call cannot choose, the bits are those without a threshold, and nothing is counted.
-TEST(CudaChooseBlocksOfNothing) {
+TEST(CudaChooseBlocksWhereNothingIsLeftOut) {
   std::vector<Case> cases(6);
   for (Case& c : cases) c.D = 128, c.mask = 1;
   cases[0].S = 127;

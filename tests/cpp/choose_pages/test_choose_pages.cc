@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choose pages on the CPU: bounds of keys, bounds of scores, the choice, and the mask that it leaves, each against a
-// plain definition in double precision. Pages whose bounds differ by rounding may be chosen in either order.
+// Choose pages on the CPU: key bounds, page scores, the choice, and the mask that it leaves, each against a
+// plain definition in double precision. Pages whose scores differ by rounding may be chosen in either order.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -77,7 +77,7 @@ struct Problem {
   double Key(int64_t head, int64_t row, int64_t d) const {
     return keys[static_cast<size_t>((head * capacity + row) * D + d)];
   }
-  double Bound(int64_t head, int64_t page, bool is_most, int64_t d) const {
+  double KeyBound(int64_t head, int64_t page, bool is_most, int64_t d) const {
     return LoadFloat(dtype,
                      bounds.data() + (((head * Pages() + page) * 2 + (is_most ? 1 : 0)) * D + d) * SizeOf(dtype));
   }
@@ -88,8 +88,8 @@ struct Problem {
     const int64_t q = first_rows[static_cast<size_t>(b)] + i;
     return k <= q && mask->allows(h, q, k);
   }
-  // Whether a page counts for a KV head.
-  bool Counts(int64_t head, int64_t page) const {
+  // Whether the mask allows a KV head a key of a page.
+  bool AllowsPage(int64_t head, int64_t page) const {
     const int64_t b = head / G, group = H / G;
     for (int64_t h = head % G * group; h < (head % G + 1) * group; ++h) {
       for (int64_t i = 0; i < S; ++i) {
@@ -100,7 +100,7 @@ struct Problem {
     }
     return false;
   }
-  // The bound of a page, and how far rounding may move it.
+  // The score of a page, and how far rounding may move it.
   double Score(int64_t head, int64_t page, double* tolerance) const {
     const int64_t b = head / G, group = H / G;
     double best = -std::numeric_limits<double>::infinity();
@@ -110,7 +110,7 @@ struct Problem {
         double sum = 0, magnitude = 0;
         for (int64_t d = 0; d < D; ++d) {
           const double x = static_cast<double>(scale) * query[static_cast<size_t>(((b * H + h) * S + i) * D + d)];
-          const double term = std::max(x * Bound(head, page, false, d), x * Bound(head, page, true, d));
+          const double term = std::max(x * KeyBound(head, page, false, d), x * KeyBound(head, page, true, d));
           sum += term, magnitude += std::fabs(term);
         }
         best = std::max(best, sum);
@@ -138,7 +138,8 @@ void CheckBounds(const cpu::PagesKernels& kernels, Problem* p, const std::string
           least = std::min(least, p->Key(head, page * p->rows + r, d));
           most = std::max(most, p->Key(head, page * p->rows + r, d));
         }
-        CHECK(p->Bound(head, page, false, d) == least && p->Bound(head, page, true, d) == most, where, " page ", page);
+        CHECK(p->KeyBound(head, page, false, d) == least && p->KeyBound(head, page, true, d) == most, where, " page ",
+              page);
       }
     }
   }
@@ -209,11 +210,11 @@ void CheckChoice(const Problem& p, const ChosenPages& chosen, const DynamicMask&
   const int64_t b = head / p.G, pages = p.PagesOf(b);
   const std::vector<bool> attended = AttendedPages(p, chosen, head);
   const int64_t recent = FirstRecentPage(p.rows, p.first_rows[static_cast<size_t>(b)]);
-  std::vector<std::pair<double, int64_t>> others;  // minus the bound, and the page
+  std::vector<std::pair<double, int64_t>> others;  // minus the score, and the page
   double tolerance = 0;
   for (int64_t page = 0; page < pages; ++page) {
-    if (!p.Counts(head, page)) {
-      CHECK(!attended[static_cast<size_t>(page)], where, ": page ", page, " does not count");
+    if (!p.AllowsPage(head, page)) {
+      CHECK(!attended[static_cast<size_t>(page)], where, ": page ", page, " has no allowed key");
     } else if (page == 0 || page >= recent) {
       CHECK(attended[static_cast<size_t>(page)], where, ": page ", page, " is always attended");
     } else {
@@ -232,10 +233,10 @@ void CheckChoice(const Problem& p, const ChosenPages& chosen, const DynamicMask&
     for (const auto& [minus, page] : others) {
       const bool is_taken = attended[static_cast<size_t>(page)];
       CHECK(is_taken ? minus <= last + 2 * tolerance : minus >= next - 2 * tolerance, where, ": page ", page,
-            is_taken ? " is attended" : " is left out", ", its bound is ", -minus, ", the last one taken ", -last);
+            is_taken ? " is attended" : " is left out", ", its score is ", -minus, ", the last one taken ", -last);
       CHECK(std::fabs(static_cast<double>(scores[static_cast<size_t>(head * chosen.pages() + page)]) + minus) <=
                 tolerance,
-            where, ": bound of page ", page);
+            where, ": score of page ", page);
       taken += is_taken ? 1 : 0;
       totals->left_out += is_taken ? 0 : 1;
     }
@@ -277,19 +278,19 @@ void RunCase(CpuIsa isa, uint64_t seed, const Parallel& team, Totals* totals) {
     }
   }
   chosen.Choose(scores.data(), memory.data(), team);
-  uint64_t counted = 0, left_out = 0, expected[2] = {};
-  chosen.CountPairs(&counted, &left_out);
+  uint64_t allowed = 0, left_out = 0, expected[2] = {};
+  chosen.CountPairs(&allowed, &left_out);
   for (int64_t head = 0; head < p.B * p.G; ++head) {
     CheckChoice(p, chosen, *bound->view(), head, scores, totals, where);
     const std::vector<bool> attended = AttendedPages(p, chosen, head);
     for (int64_t page = 0; page < p.PagesOf(head / p.G); ++page) {
       const auto pairs = static_cast<uint64_t>(p.S * (p.H / p.G) * p.RowsOf(head / p.G, page));
-      if (!p.Counts(head, page)) continue;
+      if (!p.AllowsPage(head, page)) continue;
       expected[0] += pairs;
       if (!attended[static_cast<size_t>(page)]) expected[1] += pairs;
     }
   }
-  CHECK(counted == expected[0] && left_out == expected[1], where, ": counts ", counted, " and ", left_out);
+  CHECK(allowed == expected[0] && left_out == expected[1], where, ": counts ", allowed, " and ", left_out);
   CountCases(1);
 }
 
@@ -303,7 +304,7 @@ void RunTable(CpuIsa isa) {
   CHECK(totals.near_ties * 50 < totals.heads, totals.near_ties, " of ", totals.heads, " choices are near ties");
 }
 
-TEST(ChosenPagesOfEqualBoundsAreTheFirst) {
+TEST(ChosenPagesOfEqualScoresAreTheFirst) {
   CachedMask mask;
   CHECK(MakeCachedMask("k <= q", {}, 0, &mask).ok());
   const int32_t first = 319, end = 320;

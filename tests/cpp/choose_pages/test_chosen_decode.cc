@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The split-KV decode kernel over chosen pages, compiled for the host: windows, biases, pages of all sizes, and NaN in
 // all rows that are not attended.
-#include "tests/cpp/choose_pages/emulated_cta/decode.h"
+#include "tests/cpp/choose_pages/emulated_sm80/decode.h"
 // The kernel comes behind what stands for its headers.
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@
 namespace stof::test {
 namespace {
 
-using Bf16 = cuda::CtaBf16;
+using Bf16 = cuda::Sm80Bf16;
 
 double At(const std::vector<Bf16>& values, int64_t i) {
   return static_cast<double>(cuda::ToFloat(values[static_cast<size_t>(i)]));
@@ -139,7 +139,7 @@ void RunCase(uint64_t seed) {
   const int blocks = (params.heads * p.S + 8 * kBlocks - 1) / (8 * kBlocks);
   for (int cta = 0; cta < p.B * p.G * p.splits * blocks; ++cta) {
     const auto shared = std::make_unique<typename Kernel::Shared>();
-    emulated_cta::Cta::Run(128, [&] { Kernel(params, *shared).Run(); }, cta);
+    emulated_sm80::Cta::Run(128, [&] { Kernel(params, *shared).Run(); }, cta);
   }
   for (int b = 0; b < p.B; ++b) {
     for (int h = 0; h < p.H; ++h) {

@@ -22,21 +22,21 @@ TEST(PageRangeEqualsItsDefinition) {
     const auto where = [&] { return Text("rows ", rows, " S ", S, " T ", T, " first ", first, " left ", left); };
     CHECK(cuda::PageShift(rows) == shift, where());
     const cuda::PageRange range = cuda::MakePageRange(first, S, T, left, shift);
-    int64_t candidates = 0, counted = 0;
+    int64_t candidates = 0, allowed = 0;
     for (int32_t page = 0; page < cuda::CountPages(T, rows); ++page) {
-      // A page counts where some query attends one of its keys.
-      bool counts = false;
+      // A page is allowed where some query attends one of its keys.
+      bool is_allowed = false;
       for (int32_t query = first; query < first + S; ++query) {
-        counts = counts || (page * rows <= query && (page + 1) * rows > query - left);
+        is_allowed = is_allowed || (page * rows <= query && (page + 1) * rows > query - left);
       }
       const bool is_recent = page >= FirstRecentPage(rows, first);
-      CHECK(counts == (range.begin <= page && page < range.end), where(), " page ", page);
-      const bool is_candidate = counts && page != 0 && !is_recent;
+      CHECK(is_allowed == (range.begin <= page && page < range.end), where(), " page ", page);
+      const bool is_candidate = is_allowed && page != 0 && !is_recent;
       CHECK(is_candidate == (range.CandidatesBegin() <= page && page < range.recent), where(), " page ", page);
-      candidates += is_candidate ? 1 : 0, counted += counts ? 1 : 0;
+      candidates += is_candidate ? 1 : 0, allowed += is_allowed ? 1 : 0;
     }
     CHECK(range.Candidates() == candidates, where());
-    const int64_t attended = counted - candidates + std::min<int64_t>(candidates, most);
+    const int64_t attended = allowed - candidates + std::min<int64_t>(candidates, most);
     CHECK(range.Attended(most) == attended, where(), " at most ", most);
     CHECK(attended <= cuda::ListColumns(most, cuda::CountPages(T, rows)), where(), " at most ", most);
     CountCases(1);

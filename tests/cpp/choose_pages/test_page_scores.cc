@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel that scores pages, compiled for the host: scores of candidates, and bounds of pages with new rows. Inputs
-// are small integers, whose scores are exact.
+// The kernel that scores pages, compiled for the host: scores of candidates, and key bounds of pages with new rows.
+// Inputs are small integers, whose scores are exact.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@
 namespace stof::test {
 namespace {
 
-using Bf16 = cuda::CtaBf16;
+using Bf16 = cuda::Sm80Bf16;
 
 std::vector<Bf16> Draw(int64_t count, Random* random) {
   std::vector<Bf16> values;
@@ -31,7 +31,7 @@ void RunCase(uint64_t seed) {
   using Scores = cuda::PageScores<kHead, Bf16>;
   Random random(seed);
   const auto shift = static_cast<int32_t>(random.Range(4, 7)), rows = 1 << shift;
-  cuda::ChooseParams params;
+  cuda::PageChoiceParams params;
   params.B = 2, params.G = 2, params.H = 2 * static_cast<int32_t>(random.Range(1, 5));
   params.S = static_cast<int32_t>(random.Range(1, 3)), params.T = 20 * rows + static_cast<int32_t>(random.Range(-9, 9));
   params.D = kHead, params.shift = shift, params.pages = (params.T + rows - 1) / rows, params.chosen = 2;
@@ -65,7 +65,7 @@ void RunCase(uint64_t seed) {
       static_cast<int>(heads * ((params.pages + Scores::kPages - 1) / Scores::kPages + Scores::kNewPages));
   for (int cta = 0; cta < ctas; ++cta) {
     typename Scores::Shared shared;
-    emulated_cta::Cta::Run(Scores::kThreads, [&] { Scores(params).Run(shared); }, cta);
+    emulated_sm80::Cta::Run(Scores::kThreads, [&] { Scores(params).Run(shared); }, cta);
   }
   const std::string where = Text("seed ", seed, " D ", kHead, " rows ", rows, " T ", params.T, " S ", params.S);
   for (int64_t head = 0; head < heads; ++head) {

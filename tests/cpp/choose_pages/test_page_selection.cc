@@ -19,7 +19,7 @@ std::vector<int> Select(const std::vector<uint32_t>& numbers, int wanted, const 
   std::vector<int> selected(static_cast<size_t>(wanted), -1);
   HostSelection::Shared shared;
   bool is_legal = true;
-  emulated_cta::Cta::Run(kThreads, [&] {
+  emulated_sm80::Cta::Run(kThreads, [&] {
     HostSelection selection(numbers.data(), static_cast<int>(numbers.size()), shared);
     const cuda::SelectionCut cut = selection.FindCut(wanted);
     selection.ForEachSelected(cut, [&](int place, int i) {

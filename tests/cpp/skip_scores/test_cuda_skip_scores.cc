@@ -318,8 +318,9 @@ void NothingSkipped() {
   CountCases(ran);
 }
 
-// By the library's choice. Where no kernel that skips takes the problem, the threshold counts for nothing.
-void SkipScoresByChoice() {
+// By the kernel that the library selects. Where no kernel that skips takes the problem, the threshold counts for
+// nothing.
+void SkipScoresBySelectedKernel() {
   Case c;
   c.D = 128, c.S = 512, c.T = 512, c.mask = 1, c.block = 128;
   Random random(5);
@@ -331,13 +332,13 @@ void SkipScoresByChoice() {
   for (double& x : bias) x = random.Unit();
   runner.SetBias(bias);
   const Runner::Result biased = runner.Run("", c.threshold(), "bias");
-  CHECK(biased.output == runner.Run("", 0, "bias").output, "a bias of pairs with a threshold gives other bits");
+  CHECK(biased.output == runner.Run("", 0, "bias").output, "an attention bias with a threshold gives other bits");
   CountCases(2);
 }
 
 TEST(CudaSkipScoresEqualTheDefinition) { SkipScores(); }
-TEST(CudaSkipScoresOfNothing) { NothingSkipped(); }
-TEST(CudaSkipScoresByChoice) { SkipScoresByChoice(); }
+TEST(CudaSkipScoresWhereNothingIsLeftOut) { NothingSkipped(); }
+TEST(CudaSkipScoresBySelectedKernel) { SkipScoresBySelectedKernel(); }
 
 }  // namespace
 }  // namespace stof::test::skip

@@ -208,7 +208,7 @@ AttentionArgs CachedAttentionOp::AttentionOf(const Step& step, int64_t keys) con
   args.key = {is_staged ? a.staging_key : a.present_key, dense};
   args.value = {is_staged ? a.staging_value : a.present_value, dense};
   args.scores = step.scores;
-  args.scores.own_keys.first_rows = a.first_row;
+  args.scores.diagonal.first_rows = a.first_row;
   args.output.data = step.output;
   args.output.stride = {a.S * a.H * a.D, a.D, a.H * a.D};
   args.kernel = attributes_.kernel.c_str();
@@ -392,7 +392,7 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(args)) a.clear_end = args.shape.T;
   if (ChoosesPages(args) && a.page_bounds.past_pages > 0 && a.page_bounds.past == a.page_bounds.present) {
-    // One kernel less: attention computes the bounds of pages with new rows while it scores the others.
+    // One kernel less: attention computes the key bounds of pages with new rows while it scores the others.
     args.kv.choice.lacks_new_bounds = true;
     a.page_bounds = PageBounds();
   }

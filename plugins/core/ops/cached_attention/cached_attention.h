@@ -11,7 +11,7 @@
 
 namespace stof {
 
-// The inputs by index: those of GroupQueryAttention, the tables of the mask, and the bounds of pages.
+// The inputs by index: those of GroupQueryAttention, the tables of the mask, and the key bounds of pages.
 namespace cached_input {
 constexpr int kQuery = 0, kKey = 1, kValue = 2, kPastKey = 3, kPastValue = 4, kSeqlens = 5, kTotal = 6, kCos = 7,
               kSin = 8, kPositions = 9, kBias = 10, kSink = 11, kKeyScale = 12, kValueScale = 13, kQueryNorm = 14,
@@ -55,7 +55,7 @@ struct CachedAttentionAttributes {
   bool is_interleaved = false;
   float epsilon = 1e-6f;
   int64_t sliding_window = 0;  // of a sliding-window cache; 0: the cache holds all positions
-  int64_t chosen_pages = 0;    // of each KV head; 0: all keys are attended, and there are no bounds
+  int64_t chosen_pages = 0;    // of each KV head; 0: all keys are attended, and there are no key bounds
   int64_t page_rows = 64;
   std::string kernel;
 };

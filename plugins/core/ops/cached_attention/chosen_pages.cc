@@ -123,7 +123,7 @@ void ChosenPages::ChooseOfHead(int64_t head, const float* scores, float* memory)
   for (int64_t page = span.first; page < span.last; ++page) {
     if (states[page] == kCandidate) *end++ = Rank(scores[page]);
   }
-  // All pages above the k-th largest bound, and the first ones of those that have it.
+  // All pages above the k-th largest score, and the first ones of those that have it.
   std::nth_element(memory, memory + step_.chosen - 1, end, std::greater<float>());
   const float least = memory[step_.chosen - 1];
   int64_t equal = std::count(memory, memory + step_.chosen, least);
@@ -189,13 +189,13 @@ void ChosenPages::ChooseApart(int64_t tile_keys) {
   }
 }
 
-void ChosenPages::CountPairs(uint64_t* counted, uint64_t* left_out) const {
+void ChosenPages::CountPairs(uint64_t* allowed, uint64_t* left_out) const {
   for (int64_t head = 0; head < step_.B * step_.G; ++head) {
     const int64_t end = step_.ends[head / step_.G], queries = step_.S * group_;
     for (int64_t page = 0; page < PagesOf(head / step_.G); ++page) {
       const uint8_t state = StatesOf(head)[page];
       const auto pairs = static_cast<uint64_t>(queries * std::min(step_.rows, end - page * step_.rows));
-      if (state != kOutside) *counted += pairs;
+      if (state != kOutside) *allowed += pairs;
       if (state == kCandidate) *left_out += pairs;
     }
   }

@@ -18,7 +18,7 @@ struct ChoosingStep {
   int64_t B = 0, H = 0, G = 0, S = 0;
   const int32_t* first_rows = nullptr;  // [B], the row of the first new token
   const int32_t* ends = nullptr;        // [B], the number of keys
-  int64_t chosen = 0, rows = 0;         // PageChoice::pages and ::rows
+  int64_t chosen = 0, rows = 0;         // PageChoice::chosen and ::rows
 
   // Whether the mask can leave pages out: else all of them are attended, whatever it allows.
   bool CanLeaveOut() const;
@@ -27,7 +27,8 @@ struct ChoosingStep {
 };
 
 // The attended pages of each KV head. It refers to the mask, whose runs are listed, to the arrays of the step and to
-// its memory. It is made in three parts: which pages count (the constructor), the choice, and the mask that follows.
+// its memory. It is made in three parts: which pages are candidates (the constructor), the choice, and the mask that
+// follows.
 class ChosenPages {
  public:
   // memory: [B, G, pages] bytes, with pages of CountPages().
@@ -36,23 +37,23 @@ class ChosenPages {
   ChosenPages& operator=(const ChosenPages&) = delete;
 
   int64_t pages() const { return pages_; }
-  // [B, G]: where the pages are that a KV head chooses among. Empty where it attends all that count.
+  // [B, G]: where the pages are that a KV head chooses among. Empty where it attends all that the mask allows.
   const PageSpan* spans() const { return spans_.data(); }
   // Whether a KV head leaves pages out.
   bool leaves_out() const { return leaves_out_; }
 
-  // Chooses by the bounds of scores, [B, G, pages], of which those in the spans are read. memory: likewise.
+  // Chooses by the page scores, [B, G, pages], of which those in the spans are read. memory: likewise.
   void Choose(const float* scores, float* memory, const Parallel& parallel);
   // Chooses pages that lie on as many tiles of so many keys as can be, to plan memory.
   void ChooseApart(int64_t tile_keys);
 
-  // Pairs of queries and keys of pages that count, and of those that are left out.
-  void CountPairs(uint64_t* counted, uint64_t* left_out) const;
+  // Pairs of queries and keys of allowed pages, and of those that are left out.
+  void CountPairs(uint64_t* allowed, uint64_t* left_out) const;
   // The mask without the pages that are left out.
   const DynamicMask* view() const { return &view_; }
 
  private:
-  enum State : uint8_t { kOutside, kCandidate, kAttended };  // of a page; kOutside: it does not count
+  enum State : uint8_t { kOutside, kCandidate, kAttended };  // of a page; kOutside: the mask allows no key of it
 
   // Marks the pages that the mask allows a head.
   void MarkAllowed(int64_t b, int64_t h, uint8_t* states);

@@ -22,7 +22,7 @@ struct HostMask {
   std::unique_ptr<BoundCachedMask> mask;
 };
 // ends: [B], the numbers of keys. Where gathering the key columns pays, the key axis begins with them. can_gather: not
-// beside a bias of pairs, nor where pages are chosen, which would then lie elsewhere.
+// beside an attention bias, nor where pages are chosen, which would then lie elsewhere.
 Status BindMaskOnCpu(const CachedMask& mask, const CacheAppendArgs& append, bool can_gather, std::vector<int32_t> ends,
                      HostMask* bound);
 

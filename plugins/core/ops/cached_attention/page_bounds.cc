@@ -15,7 +15,7 @@ namespace {
 constexpr char kPresentPageBounds[] = "present_page_bounds";
 
 ChoosingStep StepOf(const CacheAppendArgs& append, const PageChoice& choice, const int32_t* ends) {
-  return {append.B, append.H, append.G, append.S, append.first_row, ends, choice.pages, choice.rows};
+  return {append.B, append.H, append.G, append.S, append.first_row, ends, choice.chosen, choice.rows};
 }
 
 }  // namespace
@@ -69,8 +69,8 @@ Status BindPresentBounds(const NamedInputs& inputs, const Tensor& present, Cache
 PageChoice ChoiceOf(const CacheAppendArgs& args, int64_t chosen_pages) {
   PageChoice choice;
   const PageBounds& bounds = args.page_bounds;
-  if (!bounds.given() || args.S > kMostChoosingTokens || !AreScoresSkipped()) return choice;
-  choice.pages = chosen_pages;
+  if (!bounds.given() || args.S > kMaxStepTokens || !AreScoresSkipped()) return choice;
+  choice.chosen = chosen_pages;
   choice.rows = bounds.rows;
   choice.bounds = bounds.present;
   choice.stride_page = 2 * args.D;
@@ -87,11 +87,11 @@ Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool
                    AttentionArgs* attention, HostChoice* chosen) {
   AttentionArgs& args = *attention;
   chosen->step = StepOf(append, choice, args.kv.key_ends);
-  // A state, the bound of the scores and its copy of each page.
+  // A state, the score and its copy of each page.
   const auto count = static_cast<size_t>(append.B * append.G * chosen->step.CountPages());
-  void *states = nullptr, *scores = nullptr;
+  void *states = nullptr, *memory = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(count, &states));
-  STOF_RETURN_IF_ERROR(context.Allocate(2 * count * sizeof(float), &scores));
+  STOF_RETURN_IF_ERROR(context.Allocate(2 * count * sizeof(float), &memory));
   if (is_plan) {
     chosen->planned.resize(count);
     states = chosen->planned.data();
@@ -103,9 +103,9 @@ Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool
   if (is_plan) {
     pages.ChooseApart(FewQueriesTile(choice));
   } else {
-    const auto bounds = static_cast<float*>(scores);
-    if (pages.leaves_out()) CpuScorePages(args, pages.spans(), pages.pages(), bounds, context.parallel);
-    pages.Choose(bounds, bounds + count, context.parallel);
+    const auto scores = static_cast<float*>(memory);
+    if (pages.leaves_out()) CpuScorePages(args, pages.spans(), pages.pages(), scores, context.parallel);
+    pages.Choose(scores, scores + count, context.parallel);
     SkipCounts counts;
     pages.CountPairs(&counts.scored, &counts.skipped);
     AddSkipCounts(counts);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds of pages of StofCachedAttention: input past_page_bounds, result present_page_bounds.
+// The key bounds of pages of StofCachedAttention: input past_page_bounds, result present_page_bounds.
 #ifndef STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_PAGE_BOUNDS_H_
 #define STOF_PLUGINS_CORE_OPS_CACHED_ATTENTION_PAGE_BOUNDS_H_
 
@@ -20,11 +20,11 @@ namespace stof {
 // present_page_bounds. Without attribute chosen_pages there is neither.
 Status BindPageBounds(const NamedInputs& inputs, const CachedAttentionAttributes& attributes, CacheAppendArgs* args);
 
-// Type and shape of present_page_bounds. There are bounds.
+// Type and shape of present_page_bounds. There are key bounds.
 Tensor PresentBoundsOf(const CacheAppendArgs& args);
 
-// Checks present_page_bounds, and binds its memory: past and present bounds may be one buffer, and any other overlap
-// would lose bounds.
+// Checks present_page_bounds, and binds its memory: past and present key bounds may be one buffer, and any other
+// overlap would lose some.
 Status BindPresentBounds(const NamedInputs& inputs, const Tensor& present, CacheAppendArgs* args);
 
 // What attention behind the append step may leave out. Nothing where the step is longer than those that choose, or

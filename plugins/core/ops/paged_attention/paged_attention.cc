@@ -283,7 +283,7 @@ const OpDescription* PagedAttentionDescription() {
     d.attributes = kAttributes;
     d.limits = ListLimits;
     d.skips_scores = AttentionLimits::SkipsScores;
-    d.chooses_blocks = AttentionLimits::ChoosesBlocks;
+    d.chooses_blocks = AttentionLimits::ChoosesBlocksOfPages;
     d.create = CreatePagedAttention;
     return d;
   }();

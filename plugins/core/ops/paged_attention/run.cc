@@ -63,7 +63,7 @@ AttentionArgs ArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T, const
   AttentionArgs args;
   args.shape = {B, a.H, a.G, S, T, a.D, a.D, a.dtype};
   args.scores = run.scores;
-  args.scores.own_keys.first_rows = first_rows;
+  args.scores.diagonal.first_rows = first_rows;
   args.kernel = run.kernel;
   return args;
 }
@@ -254,7 +254,7 @@ Status RunGathered(const CudaBackend& backend, const CachedMask& mask, const Run
     g.window_left = p.window_left;
     STOF_RETURN_IF_ERROR(backend.paged_attention.gather(g, context));
     AttentionArgs args = ArgsOf(run, g.B, p.most_queries, T, g.first_rows);
-    args.scores.block_threshold = 0.0f;  // padding of queries holds anything, and would count in query patches
+    args.scores.block_threshold = 0.0f;  // padding of queries holds anything, and would be part of pooled queries
     const Strides dense = {row, T * a.D, a.D};
     args.key = {gathered[0], dense};
     args.value = {gathered[1], dense};

@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "tests/cpp/emulated_cta/cuda.h"
+#include "tests/cpp/emulated_sm90/cuda.h"
 
 #define __device__
 #define __forceinline__ inline
@@ -27,7 +27,7 @@
 #define STOF_CUDA_COMMON_MMA_SM80_CUH_
 #define STOF_CUDA_COMMON_MMA_SM90_CUH_
 
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
 struct int2 {
@@ -39,7 +39,7 @@ struct alignas(16) uint4 {
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-namespace stof::test::emulated {
+namespace stof::test::emulated_sm90 {
 
 // A barrier of `count` threads.
 class Rendezvous {
@@ -151,116 +151,118 @@ inline uint32_t ToBf16(float x) {
   return std::isnan(x) ? bits >> 16 | 1 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-}  // namespace stof::test::emulated
+}  // namespace stof::test::emulated_sm90
 
-#define threadIdx stof::test::emulated::Thread()
-#define blockIdx stof::test::emulated::Current()->block
-#define gridDim stof::test::emulated::Current()->grid
+#define threadIdx stof::test::emulated_sm90::Thread()
+#define blockIdx stof::test::emulated_sm90::Current()->block
+#define gridDim stof::test::emulated_sm90::Current()->grid
+
+// Functions have internal linkage: other tests have others of the same names.
 
 template <typename A, typename B>
 constexpr auto min(A a, B b) {
   return a < b ? a : b;
 }
-inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline void __syncwarp() { stof::test::emulated::OwnWarp().lanes.Wait(); }
-inline void __syncthreads() { stof::test::emulated::Current()->threads->Wait(); }
+static inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+static inline void __syncwarp() { stof::test::emulated_sm90::OwnWarp().lanes.Wait(); }
+static inline void __syncthreads() { stof::test::emulated_sm90::Current()->threads->Wait(); }
 template <typename T>
-T __shfl_sync(unsigned, T x, int source) {
-  return stof::test::emulated::Exchange(x, static_cast<unsigned>(source));
+static T __shfl_sync(unsigned, T x, int source) {
+  return stof::test::emulated_sm90::Exchange(x, static_cast<unsigned>(source));
 }
 template <typename T>
-T __shfl_xor_sync(unsigned, T x, int other) {
-  return stof::test::emulated::Exchange(x, stof::test::emulated::Lane() ^ static_cast<unsigned>(other));
+static T __shfl_xor_sync(unsigned, T x, int other) {
+  return stof::test::emulated_sm90::Exchange(x, stof::test::emulated_sm90::Lane() ^ static_cast<unsigned>(other));
 }
 template <typename T>
-T __shfl_up_sync(unsigned, T x, unsigned by) {
-  const unsigned lane = stof::test::emulated::Lane();
-  return stof::test::emulated::Exchange(x, lane >= by ? lane - by : lane);
+static T __shfl_up_sync(unsigned, T x, unsigned by) {
+  const unsigned lane = stof::test::emulated_sm90::Lane();
+  return stof::test::emulated_sm90::Exchange(x, lane >= by ? lane - by : lane);
 }
-inline uint32_t __ballot_sync(unsigned, bool x) {
-  auto& warp = stof::test::emulated::OwnWarp();
-  warp.words[stof::test::emulated::Lane()] = x ? 1 : 0;
+static inline uint32_t __ballot_sync(unsigned, bool x) {
+  auto& warp = stof::test::emulated_sm90::OwnWarp();
+  warp.words[stof::test::emulated_sm90::Lane()] = x ? 1 : 0;
   warp.lanes.Wait();
   uint32_t votes = 0;
   for (int i = 0; i < 32; ++i) votes |= static_cast<uint32_t>(warp.words[i] & 1) << i;
   warp.lanes.Wait();
   return votes;
 }
-inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0 ? 1 : 0; }
-inline int __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0 ? 1 : 0; }
+static inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0 ? 1 : 0; }
+static inline int __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, !x) == 0 ? 1 : 0; }
 template <typename T>
-T atomicAdd(T* to, T x) {
+static T atomicAdd(T* to, T x) {
   return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST);
 }
-inline uint32_t atomicOr(uint32_t* to, uint32_t x) { return __atomic_fetch_or(to, x, __ATOMIC_SEQ_CST); }
+static inline uint32_t atomicOr(uint32_t* to, uint32_t x) { return __atomic_fetch_or(to, x, __ATOMIC_SEQ_CST); }
 
 namespace stof {
 namespace cuda {
 
-struct EmulatedBf16 {
+struct Sm90Bf16 {
   uint16_t bits;
 };
 constexpr int kWarpgroup = 128;
 
 template <typename T>
-float2 Unpack(uint32_t pair) {
-  return {test::emulated::FromBf16(pair & 0xffff), test::emulated::FromBf16(pair >> 16)};
+static float2 Unpack(uint32_t pair) {
+  return {test::emulated_sm90::FromBf16(pair & 0xffff), test::emulated_sm90::FromBf16(pair >> 16)};
 }
 template <typename T>
-uint32_t Pack(float low, float high) {
-  return test::emulated::ToBf16(low) | test::emulated::ToBf16(high) << 16;
+static uint32_t Pack(float low, float high) {
+  return test::emulated_sm90::ToBf16(low) | test::emulated_sm90::ToBf16(high) << 16;
 }
-inline float MaxOrNan(float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); }
+static inline float MaxOrNan(float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); }
 
-inline void LetNextStart() {}
-inline void WaitForPrevious() {}
-inline void PrefetchMap(const CUtensorMap*) {}
-inline void FenceBarrierInit() {}
-inline void WgmmaFence() {}
-inline void WgmmaCommit() {}
+static inline void LetNextStart() {}
+static inline void WaitForPrevious() {}
+static inline void PrefetchMap(const CUtensorMap*) {}
+static inline void FenceBarrierInit() {}
+static inline void WgmmaFence() {}
+static inline void WgmmaCommit() {}
 template <int kPending>
-void WgmmaWait() {}
+static void WgmmaWait() {}
 template <int kCount>
-void PinRegisters(float (&)[kCount]) {}
+static void PinRegisters(float (&)[kCount]) {}
 
-inline uint32_t SharedAddress(const void* p) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - test::emulated::Current()->shared);
+static inline uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - test::emulated_sm90::Current()->shared);
 }
-inline void InitBarrier(uint32_t barrier, uint32_t arrivals) {
-  auto& cta = *test::emulated::Current();
+static inline void InitBarrier(uint32_t barrier, uint32_t arrivals) {
+  auto& cta = *test::emulated_sm90::Current();
   const std::lock_guard<std::mutex> lock(cta.mutex);
   auto& own = cta.mbarriers[barrier];
   own.arrivals = own.pending = static_cast<int>(arrivals);
 }
-inline void ArriveExpect(uint32_t barrier, uint32_t bytes) {
-  auto& cta = *test::emulated::Current();
+static inline void ArriveExpect(uint32_t barrier, uint32_t bytes) {
+  auto& cta = *test::emulated_sm90::Current();
   const std::lock_guard<std::mutex> lock(cta.mutex);
   auto& own = cta.mbarriers.at(barrier);
   own.bytes += bytes, --own.pending;
   own.EndIfComplete(&cta.waiting);
 }
-inline void Arrive(uint32_t barrier) { ArriveExpect(barrier, 0); }
-inline void Wait(uint32_t barrier, uint32_t parity) {
-  auto& cta = *test::emulated::Current();
+static inline void Arrive(uint32_t barrier) { ArriveExpect(barrier, 0); }
+static inline void Wait(uint32_t barrier, uint32_t parity) {
+  auto& cta = *test::emulated_sm90::Current();
   std::unique_lock<std::mutex> lock(cta.mutex);
   auto& own = cta.mbarriers.at(barrier);
   cta.waiting.wait(lock, [&] { return own.phase != parity; });
 }
-inline void SyncNamed(int id, int threads) {
-  auto& cta = *test::emulated::Current();
-  test::emulated::Rendezvous* own = nullptr;
+static inline void SyncNamed(int id, int threads) {
+  auto& cta = *test::emulated_sm90::Current();
+  test::emulated_sm90::Rendezvous* own = nullptr;
   {
     const std::lock_guard<std::mutex> lock(cta.mutex);
     auto& barrier = cta.named[id];
-    if (barrier == nullptr) barrier = std::make_unique<test::emulated::Rendezvous>(threads);
+    if (barrier == nullptr) barrier = std::make_unique<test::emulated_sm90::Rendezvous>(threads);
     own = barrier.get();
   }
   own->Wait();
 }
 
 // A box of 64 columns: rows of 128 bytes, of which 16-byte units are exchanged by the row within 8.
-inline void CopyTensor(uint32_t to, const CUtensorMap* map, uint32_t barrier, int d, int s, int h, int) {
-  auto& cta = *test::emulated::Current();
+static inline void CopyTensor(uint32_t to, const CUtensorMap* map, uint32_t barrier, int d, int s, int h, int) {
+  auto& cta = *test::emulated_sm90::Current();
   for (int row = 0; row < map->box_rows; ++row) {
     for (int unit = 0; unit < 8; ++unit) {
       unsigned char bytes[16] = {};
@@ -277,8 +279,8 @@ inline void CopyTensor(uint32_t to, const CUtensorMap* map, uint32_t barrier, in
   own.EndIfComplete(&cta.waiting);
 }
 
-inline uint32_t DescribeInner(uint32_t address) { return address >> 4 | 1u << 16; }
-inline uint64_t Operand(uint32_t low) { return low; }
+static inline uint32_t DescribeInner(uint32_t address) { return address >> 4 | 1u << 16; }
+static inline uint64_t Operand(uint32_t low) { return low; }
 
 template <typename T>
 struct Wgmma {
@@ -287,13 +289,13 @@ struct Wgmma {
     const auto linear =
         static_cast<uint32_t>((operand & 0x3fff) * 16) + static_cast<uint32_t>(row / 8 * 1024 + row % 8 * 128 + 2 * k);
     uint16_t bits = 0;
-    std::memcpy(&bits, test::emulated::Current()->shared + (linear ^ (linear >> 7 & 7) << 4), sizeof bits);
-    return test::emulated::FromBf16(bits);
+    std::memcpy(&bits, test::emulated_sm90::Current()->shared + (linear ^ (linear >> 7 & 7) << 4), sizeof bits);
+    return test::emulated_sm90::FromBf16(bits);
   }
   template <int kCount>
   static void Inner(float (&c)[kCount], uint64_t a, uint64_t b, int add) {
-    const auto lane = static_cast<int>(test::emulated::Lane()),
-               warp = static_cast<int>(test::emulated::Thread().x) / 32 % 4;
+    const auto lane = static_cast<int>(test::emulated_sm90::Lane()),
+               warp = static_cast<int>(test::emulated_sm90::Thread().x) / 32 % 4;
     for (int i = 0; i < kCount; ++i) {
       const int row = 16 * warp + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       float sum = add != 0 ? c[i] : 0.0f;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// StofCachedAttention with chosen pages on a GPU: bounds, outputs and counts against the definition in
-// docs/reference/cached-attention.md, in double precision. Rewinding, caches without bounds, illegal lengths, captured
-// graphs.
+// StofCachedAttention with chosen pages on a GPU: key bounds, outputs and counts against the definition in
+// docs/reference/cached-attention.md, in double precision. Rewinding, caches without key bounds, illegal lengths,
+// captured graphs.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -23,19 +23,19 @@ namespace stof::test::cached_attention {
 namespace {
 
 struct Choice {
-  int64_t pages = 4, rows = 64;
-  bool is_known = true;   // there are bounds of the step before
-  bool is_shared = true;  // past and present bounds are one buffer
+  int64_t chosen = 4, rows = 64;
+  bool is_known = true;   // there are key bounds of the step before
+  bool is_shared = true;  // past and present key bounds are one buffer
   bool is_taken = true;   // the CUDA kernels choose; else they attend all pages
 };
 
 std::string Explain(const Step& step, const Choice& choice) {
-  return Text(Describe(step), " chosen ", choice.pages, " rows ", choice.rows, " known ", choice.is_known, " shared ",
+  return Text(Describe(step), " chosen ", choice.chosen, " rows ", choice.rows, " known ", choice.is_known, " shared ",
               choice.is_shared);
 }
 
-// A node with bounds of pages beside its caches. Those that the step takes as they are lie some way around the keys, so
-// that others would be seen.
+// A node with key bounds of pages beside its caches. Those that the step takes as they are lie some way around the
+// keys, so that others would be seen.
 class ChoosingNode {
  public:
   ChoosingNode(const Step& step, const Choice& choice, uint64_t seed, size_t arena = 0)
@@ -46,7 +46,7 @@ class ChoosingNode {
                        {"kv_num_heads", c.G},
                        {"do_rotary", c.rotary > 0 ? 1 : 0},
                        {"rotary_interleaved", c.is_interleaved ? 1 : 0},
-                       {"chosen_pages", choice.pages},
+                       {"chosen_pages", choice.chosen},
                        {"page_rows", choice.rows}};
     attributes.floats = {{"softcap", step.softcap}, {"qk_norm_epsilon", 1e-5f}};
     attributes.strings = {{"mask", kMasks[step.mask].text}};
@@ -64,7 +64,7 @@ class ChoosingNode {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
-  // Another step: its lengths before it. The bounds on the device are those of the step before.
+  // Another step: its lengths before it. The key bounds on the device are those of the step before.
   void Advance(const std::vector<int64_t>& past) {
     before_ = DownloadBounds();
     choice_.is_known = true;
@@ -72,7 +72,7 @@ class ChoosingNode {
     node.Advance(past);
   }
 
-  // Caches, bounds, outputs and counts.
+  // Caches, key bounds, outputs and counts.
   void Check(const std::string& where, int64_t illegal = -1) {
     const Case& c = step_.c;
     const int64_t count = c.B * c.G * c.capacity * c.D;
@@ -102,7 +102,7 @@ class ChoosingNode {
  private:
   int64_t pages() const { return (step_.c.capacity + choice_.rows - 1) / choice_.rows; }
   int64_t past_pages() const { return (Run::past_rows(step_.c) + choice_.rows - 1) / choice_.rows; }
-  double BoundOf(const Buffer& bounds, int64_t head, int64_t page, int64_t i) const {
+  double KeyBound(const Buffer& bounds, int64_t head, int64_t page, int64_t i) const {
     return bounds.Get((head * pages() + page) * 2 * step_.c.D + i);
   }
   Buffer DownloadBounds() const {
@@ -139,15 +139,15 @@ class ChoosingNode {
     for (int64_t page = 0; page * choice_.rows < keys; ++page) {
       const bool is_kept = choice_.is_known && c.has_past && (page + 1) * choice_.rows <= past;
       for (int64_t d = 0; d < c.D; ++d) {
-        double low = BoundOf(before_, head, page, d), high = BoundOf(before_, head, page, c.D + d);
+        double low = KeyBound(before_, head, page, d), high = KeyBound(before_, head, page, c.D + d);
         for (int64_t k = page * choice_.rows; !is_kept && k < std::min((page + 1) * choice_.rows, keys); ++k) {
           const double x = key.Get((head * c.capacity + k) * c.D + d);
           low = k == page * choice_.rows ? x : std::min(low, x),
           high = k == page * choice_.rows ? x : std::max(high, x);
         }
-        CHECK(BoundOf(bounds, head, page, d) == low && BoundOf(bounds, head, page, c.D + d) == high, where,
-              ": bounds of b ", b, " g ", g, " page ", page, " element ", d, ": ", BoundOf(bounds, head, page, d),
-              " and ", BoundOf(bounds, head, page, c.D + d), ", expected ", low, " and ", high);
+        CHECK(KeyBound(bounds, head, page, d) == low && KeyBound(bounds, head, page, c.D + d) == high, where,
+              ": key bounds of b ", b, " g ", g, " page ", page, " element ", d, ": ", KeyBound(bounds, head, page, d),
+              " and ", KeyBound(bounds, head, page, c.D + d), ", expected ", low, " and ", high);
       }
     }
   }
@@ -165,19 +165,19 @@ class ChoosingNode {
     std::vector<bool> attended(static_cast<size_t>(pages()), false);
     std::vector<std::pair<double, int64_t>> candidates;
     double largest = 0;
-    uint64_t counted = 0, chosen = 0;
+    uint64_t allowed = 0, chosen = 0;
     const auto size_of = [&](int64_t page) {
       return static_cast<uint64_t>(group * c.S * (std::min((page + 1) * choice_.rows, keys) - page * choice_.rows));
     };
     for (int64_t page = 0; page * choice_.rows < keys; ++page) {
-      bool counts = false;
+      bool is_allowed = false;
       for (int64_t q = past; q < keys; ++q) {
         for (int64_t k = page * choice_.rows; k <= q && k < (page + 1) * choice_.rows; ++k) {
-          counts = counts || kMasks[step_.mask].is_allowed(g * group, q, k);
+          is_allowed = is_allowed || kMasks[step_.mask].is_allowed(g * group, q, k);
         }
       }
-      if (!counts) continue;
-      counted += size_of(page);
+      if (!is_allowed) continue;
+      allowed += size_of(page);
       if (page == 0 || page >= FirstRecentPage(choice_.rows, past)) {
         attended[static_cast<size_t>(page)] = true, chosen += size_of(page);
         continue;
@@ -188,7 +188,7 @@ class ChoosingNode {
         for (int64_t d = 0; d < c.D; ++d) {
           const double x = Query(rotated, b, g * group + row / c.S, row % c.S, d) / std::sqrt(static_cast<double>(c.D));
           const double part =
-              std::max(x * BoundOf(bounds, b * c.G + g, page, d), x * BoundOf(bounds, b * c.G + g, page, c.D + d));
+              std::max(x * KeyBound(bounds, b * c.G + g, page, d), x * KeyBound(bounds, b * c.G + g, page, c.D + d));
           sum += part, size += std::abs(part);
         }
         most = std::max(most, sum), largest = std::max(largest, size);
@@ -196,12 +196,12 @@ class ChoosingNode {
       candidates.emplace_back(-most, page);
     }
     std::sort(candidates.begin(), candidates.end());
-    const auto limit = static_cast<size_t>(choice_.pages);
+    const auto limit = static_cast<size_t>(choice_.chosen);
     *is_clear = candidates.size() <= limit || candidates[limit].first - candidates[limit - 1].first > 2e-6 * largest;
     for (size_t i = 0; i < candidates.size() && i < limit; ++i) {
       attended[static_cast<size_t>(candidates[i].second)] = true, chosen += size_of(candidates[i].second);
     }
-    counts.scored += counted, counts.skipped += counted - chosen;
+    counts.scored += allowed, counts.skipped += allowed - chosen;
     return attended;
   }
 
@@ -211,7 +211,7 @@ class ChoosingNode {
     const int64_t past = c.past[static_cast<size_t>(b)], tokens = c.tokens_of(b), group = c.H / c.G;
     bool is_clear = true;
     std::vector<bool> attended(static_cast<size_t>(pages()), true);
-    if (choice_.is_taken && c.S <= kMostChoosingTokens) attended = ChooseOf(b, g, bounds, rotated, &is_clear);
+    if (choice_.is_taken && c.S <= kMaxStepTokens) attended = ChooseOf(b, g, bounds, rotated, &is_clear);
     ++heads;
     if (!is_clear) return void(++unclear);
     Dense dense;
@@ -255,7 +255,7 @@ class ChoosingNode {
   Step step_;
   Choice choice_;
   Random random_;
-  Buffer before_;  // bounds before the step, [B, G, pages, 2, D]
+  Buffer before_;  // key bounds before the step, [B, G, pages, 2, D]
 };
 
 SkipCounts Counts() {
@@ -302,13 +302,13 @@ Step DrawChoosing(int64_t S, Choice* choice, Random* random) {
   step.has_sink = random->OneIn(4), step.has_bias = random->OneIn(5);
   c.free_rows = S + 127;
   choice->rows = random->Pick(std::vector<int64_t>{16, 32, 64, 128});
-  choice->pages = random->Range(1, std::max<int64_t>(1, (step.total - 1) / choice->rows - 5));
+  choice->chosen = random->Range(1, std::max<int64_t>(1, (step.total - 1) / choice->rows - 5));
   choice->is_known = !random->OneIn(4), choice->is_shared = !random->OneIn(4);
   return step;
 }
 
 bool IsChosen(const Step& step, const Choice& choice) {
-  return choice.pages + 4 < (step.total + choice.rows - 1) / choice.rows;
+  return choice.chosen + 4 < (step.total + choice.rows - 1) / choice.rows;
 }
 
 TEST(CudaChoosePagesEqualsTheDefinition) {
@@ -326,8 +326,8 @@ TEST(CudaChoosePagesEqualsTheDefinition) {
   CHECK(unclear * 20 <= heads, "rounding decides ", unclear, " of ", heads, " choices");
 }
 
-// Steps and sizes of which all pages are attended: their bounds are right.
-TEST(CudaChoosePagesKeepsBoundsWhereAllIsAttended) {
+// Steps and sizes of which all pages are attended: their key bounds are right.
+TEST(CudaChoosePagesKeepsKeyBoundsWhereAllIsAttended) {
   Random random(61);
   uint64_t seed = 0;
   int64_t heads = 0, unclear = 0;
@@ -361,7 +361,7 @@ TEST(CudaChoosePagesKeepsBoundsWhereAllIsAttended) {
   }
 }
 
-// Lengths that grow and fall over one cache and its bounds: what lies behind a length is never read.
+// Lengths that grow and fall over one cache and its key bounds: what lies behind a length is never read.
 void RunSteps(Step step, const Choice& choice, bool is_captured, const std::string& name) {
   Case& c = step.c;
   c.is_packed = true;
@@ -410,7 +410,7 @@ TEST(CudaChoosePagesRewinds) {
         Step step;
         step.c.D = 128, step.c.dtype = DType::kF16, step.c.S = S, step.c.rotary = 64;
         Choice choice;
-        choice.rows = rows, choice.pages = 3;
+        choice.rows = rows, choice.chosen = 3;
         RunSteps(step, choice, is_captured, Text("captured ", is_captured, " S ", S, " rows ", rows));
       }
     }

@@ -30,7 +30,7 @@ struct Case {
   float scale = 0.125f;
   std::vector<int32_t> first_rows = {2990, 700};
   bool reads_ahead = false;
-  int largest = 3;  // integers of queries and bounds
+  int largest = 3;  // integers of queries and key bounds
 
   int64_t heads() const { return B * G; }
   int64_t pages() const { return cuda::CountPages(T, rows); }
@@ -106,7 +106,7 @@ class Runner {
   // score(head, page), head: b * G + g.
   template <typename ScoreOf>
   void Compare(const ScoreOf& score, const std::string& where) const {
-    uint64_t counted = 0, skipped = 0;
+    uint64_t allowed = 0, skipped = 0;
     for (int64_t head = 0; head < c_.heads(); ++head) {
       const int64_t b = head / c_.G, keys = std::min(c_.first_rows[static_cast<size_t>(b)] + c_.S, c_.T);
       const auto want = Define(c_, b, [&](int64_t page) { return score(head, page); });
@@ -119,14 +119,14 @@ class Runner {
       CHECK(left_out_[static_cast<size_t>(head)] == (pages - attended) * c_.rows, where, ": rows left out of head ",
             head);
       const int64_t low = std::max<int64_t>(0, c_.first_rows[static_cast<size_t>(b)] - c_.window_left) / c_.rows;
-      counted += static_cast<uint64_t>(c_.H / c_.G * c_.S * (keys - low * c_.rows));
+      allowed += static_cast<uint64_t>(c_.H / c_.G * c_.S * (keys - low * c_.rows));
       skipped += static_cast<uint64_t>(c_.H / c_.G * c_.S * (pages - low - attended) * c_.rows);
     }
-    CHECK(counts_[0] == counted && counts_[1] == skipped, where, ": counts ", counts_[0], " and ", counts_[1],
-          ", expected ", counted, " and ", skipped);
+    CHECK(counts_[0] == allowed && counts_[1] == skipped, where, ": counts ", counts_[0], " and ", counts_[1],
+          ", expected ", allowed, " and ", skipped);
   }
 
-  cuda::ChooseParams params;
+  cuda::PageChoiceParams params;
 
  private:
   const Case c_;

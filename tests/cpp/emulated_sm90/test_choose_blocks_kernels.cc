@@ -5,7 +5,7 @@
 
 #define __shared__
 #include "cuda/attention/choose_blocks/estimate.cuh"
-#include "cuda/attention/choose_blocks/patches.cuh"
+#include "cuda/attention/choose_blocks/pooling.cuh"
 #undef __shared__
 #define __shared__ static  // variables of the CTA that runs
 #include "cuda/attention/choose_blocks/order.cuh"
@@ -18,9 +18,9 @@
 namespace stof::test::choose {
 namespace {
 
-using cuda::ChooseParams;
+using cuda::BlockChoiceParams;
 using cuda::ChoosingLayout;
-using cuda::EmulatedBf16;
+using cuda::Sm90Bf16;
 
 // A problem in memory as the kernels get it. keys: of a tile.
 class Device {
@@ -37,10 +37,10 @@ class Device {
     a.query = query_.data(), a.query_stride = {c.H * c.S * c.D, c.S * c.D, c.D};
     a.key = key_.data(), a.key_stride = {c.G * c.T * c.D, c.T * c.D, c.D};
     a.scale = static_cast<float>(d.scale), a.softcap = static_cast<float>(c.softcap);
-    params_.patch_size = narrow(layout.patch_size);
+    params_.pooled_size = narrow(layout.pooled_size);
     params_.row_blocks = narrow(layout.row_blocks), params_.key_blocks = narrow(layout.key_blocks);
     params_.query_rows = narrow(layout.query_rows), params_.key_rows = narrow(layout.key_rows);
-    params_.tiles_of_block = narrow(kChosenKeys / keys), params_.list_stride = narrow(layout.list_stride);
+    params_.tiles_of_block = narrow(kBlockKeys / keys), params_.list_stride = narrow(layout.list_stride);
     params_.threshold = c.threshold();
     for (int64_t b = 0; b < c.B; ++b) first_rows_.push_back(narrow(c.P(b)));
     if (c.past.empty()) params_.first_position = first_rows_[0];
@@ -49,16 +49,16 @@ class Device {
     memory_.assign(static_cast<size_t>(layout.total / 16), uint4{~0u, ~0u, ~0u, ~0u});
     const auto at = [this](int64_t bytes) { return &memory_[static_cast<size_t>(bytes / 16)]; };
     const auto words = [&at](int64_t bytes) { return reinterpret_cast<int32_t*>(at(bytes)); };
-    params_.query_patches = at(layout.query_patches), params_.key_patches = at(layout.key_patches);
+    params_.pooled_queries = at(layout.pooled_queries), params_.pooled_keys = at(layout.pooled_keys);
     params_.exists = reinterpret_cast<uint8_t*>(at(layout.exists));
     params_.layout = words(layout.layout), params_.order = words(layout.order);
     params_.row_ptr = words(layout.row_ptr), params_.row_end = words(layout.row_end);
     params_.full_begin = words(layout.full_begin), params_.key_tile = words(layout.lists);
     params_.bits_id = params_.key_tile + CeilDiv(c.T, keys);
     params_.skip_counts = counts_;
-    params_.query_map = {params_.query_patches, params_.patch_size, params_.query_rows, 64};
-    params_.key_map = {params_.key_patches, params_.patch_size, params_.key_rows,
-                       static_cast<int32_t>(cuda::PatchTileRows(params_.patch_size))};
+    params_.query_map = {params_.pooled_queries, params_.pooled_size, params_.query_rows, 64};
+    params_.key_map = {params_.pooled_keys, params_.pooled_size, params_.key_rows,
+                       static_cast<int32_t>(cuda::PooledTileRows(params_.pooled_size))};
     if (c.padding != Padding::kNone) BindPadding(c, p);
     if (c.mask != 0) BindMask(c);
   }
@@ -67,8 +67,8 @@ class Device {
   void Run(int64_t ctas) {
     using Shape = cuda::choose::ChooseShape<kSize, kSoftcap>;
     const auto& a = params_.attention;
-    const int64_t heads = a.B * a.G, patches = heads * (params_.query_rows + params_.key_rows);
-    RunThreads(CeilDiv(patches, cuda::choose::kPatchThreads / (kSize / cuda::choose::kItems)));
+    const int64_t heads = a.B * a.G, pooled = heads * (params_.query_rows + params_.key_rows);
+    RunThreads(CeilDiv(pooled, cuda::choose::kPoolingThreads / (kSize / cuda::choose::kItems)));
     std::vector<unsigned char> shared(
         static_cast<size_t>(cuda::choose::SharedBytes<Shape>(params_.key_blocks) + Shape::kToAlign), 0xcd);
     const auto lost = -reinterpret_cast<uintptr_t>(shared.data()) & (Shape::kToAlign - 1u);
@@ -76,23 +76,24 @@ class Device {
     const auto grid = static_cast<unsigned>(std::min(items, ctas));
     unsigned char* const memory = shared.data() + lost;
     for (unsigned cta = 0; cta < grid; ++cta) {
-      emulated::RunCta(Shape::kThreads, grid, cta, memory,
-                       [&] { cuda::choose::BlockChooser<Shape, EmulatedBf16>(params_, memory).Run(); });
+      emulated_sm90::RunCta(Shape::kThreads, grid, cta, memory,
+                            [&] { cuda::choose::BlockChooser<Shape, Sm90Bf16>(params_, memory).Run(); });
     }
     const auto tables = static_cast<unsigned>(a.B * a.H);
     for (unsigned cta = 0; cta < tables; ++cta) {
-      emulated::RunCta(cuda::choose::kOrderThreads, tables, cta, nullptr, [&] { cuda::choose::OrderRows(params_); });
+      emulated_sm90::RunCta(cuda::choose::kOrderThreads, tables, cta, nullptr,
+                            [&] { cuda::choose::OrderRows(params_); });
     }
   }
 
-  const ChooseParams& params() const { return params_; }
+  const BlockChoiceParams& params() const { return params_; }
   const BlockMask& mask() const { return mask_; }
   SkipCounts counts() const { return {counts_[0], counts_[1]}; }
 
  private:
   static std::vector<uint16_t> Bits(const std::vector<double>& values) {
     std::vector<uint16_t> bits;
-    for (const double x : values) bits.push_back(static_cast<uint16_t>(emulated::ToBf16(static_cast<float>(x))));
+    for (const double x : values) bits.push_back(static_cast<uint16_t>(emulated_sm90::ToBf16(static_cast<float>(x))));
     return bits;
   }
   // Its threads need each other nowhere.
@@ -112,7 +113,7 @@ class Device {
     std::shared_ptr<const AttentionMask> made;
     CHECK(MakeAttentionMask(kMasks[c.mask], {}, &made).ok());
     const ExprSizes sizes = {c.B, c.H, c.S, c.T, c.P(0)};
-    CHECK(BuildBlockMask(made->parts.fixed, sizes, kChosenRows, static_cast<int>(keys_), &mask_).ok());
+    CHECK(BuildBlockMask(made->parts.fixed, sizes, kBlockQueries, static_cast<int>(keys_), &mask_).ok());
     cuda::DeviceMask& view = params_.attention.mask;
     params_.attention.has_mask = 1;
     view.rows = mask_.rows, view.layout_b = mask_.layout_b, view.layout_h = mask_.layout_h;
@@ -128,23 +129,23 @@ class Device {
   std::vector<uint4> memory_;
   BlockMask mask_;
   unsigned long long counts_[2] = {};
-  ChooseParams params_;
+  BlockChoiceParams params_;
 };
 
 void Device::RunThreads(int64_t ctas) {
-  emulated::Cta cta;
-  emulated::Current() = &cta;
+  emulated_sm90::Cta cta;
+  emulated_sm90::Current() = &cta;
   for (int64_t block = 0; block < ctas; ++block) {
     cta.block.x = static_cast<unsigned>(block);
-    for (unsigned thread = 0; thread < cuda::choose::kPatchThreads; ++thread) {
-      emulated::Thread().x = thread;
-      if (params_.patch_size == 64) cuda::choose::AveragePatches<EmulatedBf16, 64>(params_);
-      if (params_.patch_size == 128) cuda::choose::AveragePatches<EmulatedBf16, 128>(params_);
-      if (params_.patch_size == 256) cuda::choose::AveragePatches<EmulatedBf16, 256>(params_);
+    for (unsigned thread = 0; thread < cuda::choose::kPoolingThreads; ++thread) {
+      emulated_sm90::Thread().x = thread;
+      if (params_.pooled_size == 64) cuda::choose::PoolQueriesAndKeys<Sm90Bf16, 64>(params_);
+      if (params_.pooled_size == 128) cuda::choose::PoolQueriesAndKeys<Sm90Bf16, 128>(params_);
+      if (params_.pooled_size == 256) cuda::choose::PoolQueriesAndKeys<Sm90Bf16, 256>(params_);
     }
   }
-  emulated::Thread().x = 0;
-  emulated::Current() = nullptr;
+  emulated_sm90::Thread().x = 0;
+  emulated_sm90::Current() = nullptr;
 }
 
 // A key tile in the list of a tile row: with which element mask; kNone: it is not listed.
@@ -171,7 +172,7 @@ struct Wanted {
 };
 Wanted FindWanted(const Dense& d, const BlockSets& sets, int64_t bh, int64_t block, int64_t first, int64_t end) {
   Wanted wanted;
-  for (int64_t q = block * kChosenRows; q < std::min(d.S, (block + 1) * kChosenRows); ++q) {
+  for (int64_t q = block * kBlockQueries; q < std::min(d.S, (block + 1) * kBlockQueries); ++q) {
     for (int64_t k = first; k < std::min(d.T, end); ++k) {
       const auto at = static_cast<size_t>((bh * d.S + q) * d.T + k);
       wanted.kept = wanted.kept || sets.kept[at] != 0, wanted.allowed = wanted.allowed || d.allowed[at] != 0;
@@ -182,7 +183,7 @@ Wanted FindWanted(const Dense& d, const BlockSets& sets, int64_t bh, int64_t blo
 
 void CheckLists(const Case& c, const Problem& p, const BlockSets& sets, const Device& device, int64_t keys,
                 const std::string& where) {
-  const ChooseParams& params = device.params();
+  const BlockChoiceParams& params = device.params();
   cuda::DeviceMask chosen;
   chosen.row_ptr = params.row_ptr, chosen.row_end = params.row_end, chosen.full_begin = params.full_begin;
   chosen.key_tile = params.key_tile, chosen.bits_id = params.bits_id;
@@ -195,7 +196,7 @@ void CheckLists(const Case& c, const Problem& p, const BlockSets& sets, const De
       if (c.mask != 0) {
         whole = ListOf(params.attention.mask, device.mask().TableOf(bh / c.H, bh % c.H) * rows + block, tiles, row);
       }
-      const bool is_uncertain = sets.is_uncertain[static_cast<size_t>(bh * c.S + block * kChosenRows)] != 0;
+      const bool is_uncertain = sets.is_uncertain[static_cast<size_t>(bh * c.S + block * kBlockQueries)] != 0;
       for (size_t t = 0; t < list.size(); ++t) {
         CHECK(list[t] == kNone || list[t] == whole[t], row, ": tile ", t, " has mask ", list[t], " of ", whole[t]);
         const auto first = static_cast<int64_t>(t) * keys;

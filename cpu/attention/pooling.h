@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choose blocks: patches, the means of neighbouring queries and keys, whose products estimate the scores of blocks.
+// Choose blocks: pooled queries and keys, the means of neighbouring ones, whose products estimate the scores of blocks.
 // plugins/core/contract/chosen_blocks.h has the definition.
-#ifndef STOF_CPU_ATTENTION_PATCHES_H_
-#define STOF_CPU_ATTENTION_PATCHES_H_
+#ifndef STOF_CPU_ATTENTION_POOLING_H_
+#define STOF_CPU_ATTENTION_POOLING_H_
 
 #include <cstdint>
 
@@ -37,18 +37,18 @@ inline void ScaleAndRound(float factor, DType dtype, int64_t padded, float* row)
   }
 }
 
-// Packs the kPanel patches of the keys from key0 on. rows: of KV head g. Bit j: patch j has a key.
-inline uint32_t PackPatchPanel(const AttentionProblem& problem, const Rows& rows, int64_t b, int64_t g, int64_t key0,
-                               const Scratch& scratch, float* to) {
+// Packs kPanel pooled keys, of the keys from key0 on. rows: of KV head g. Bit j: pooled key j has a key.
+inline uint32_t PackPooledPanel(const AttentionProblem& problem, const Rows& rows, int64_t b, int64_t g, int64_t key0,
+                                const Scratch& scratch, float* to) {
   const AttentionArgs& args = *problem.args;
   const int64_t end = EndOfKeys(args, b), ld = scratch.ldq;
   const uint8_t* const pad = args.mask.pad == nullptr ? nullptr : args.mask.pad + b * args.shape.T;
-  float* const converted = scratch.patch_rows + kPanel * ld;
+  float* const converted = scratch.pooling_rows + kPanel * ld;
   uint32_t found = 0;
   for (int64_t j = 0; j < kPanel; ++j) {
-    float* const sum = scratch.patch_rows + j * ld;
+    float* const sum = scratch.pooling_rows + j * ld;
     Fill(sum, sum + ld, 0.0f);
-    const int64_t first = key0 + j * kPatchKeys, last = Min(first + kPatchKeys, end);
+    const int64_t first = key0 + j * kPooledKeys, last = Min(first + kPooledKeys, end);
     int count = 0;
     for (int64_t key = first; key < last; ++key) {
       if (pad != nullptr && pad[key] == 0) continue;
@@ -60,21 +60,21 @@ inline uint32_t PackPatchPanel(const AttentionProblem& problem, const Rows& rows
     ScaleAndRound(1.0f / static_cast<float>(count), args.shape.dtype, ld, sum);
     found |= 1u << j;
   }
-  PackPanel(scratch.patch_rows, ld, kPanel, args.shape.D, to);
+  PackPanel(scratch.pooling_rows, ld, kPanel, args.shape.D, to);
   return found;
 }
 
-// The patches of queries [row0, row0 + rows) of a head, times scale, as rows of ldq; then zeros up to whole strips.
+// The pooled queries of rows [row0, row0 + rows) of a head, times scale, as rows of ldq; then zeros up to whole strips.
 // rows_of_head: of all its queries.
-inline void MakeQueryPatches(const AttentionArgs& args, const Rows& rows_of_head, int64_t row0, int64_t rows,
-                             const Scratch& scratch) {
+inline void PoolQueries(const AttentionArgs& args, const Rows& rows_of_head, int64_t row0, int64_t rows,
+                        const Scratch& scratch) {
   const int64_t ld = scratch.ldq;
-  float* sum = scratch.query_patches;
-  Fill(sum, sum + RoundUp(kQueryPatches, kStrip) * ld, 0.0f);
-  for (int64_t first = 0; first < rows; first += kPatchQueries, sum += ld) {
-    const int64_t last = Min(first + kPatchQueries, rows);
+  float* sum = scratch.pooled_queries;
+  Fill(sum, sum + RoundUp(kPooledQueriesOfBlock, kStrip) * ld, 0.0f);
+  for (int64_t first = 0; first < rows; first += kPooledQueries, sum += ld) {
+    const int64_t last = Min(first + kPooledQueries, rows);
     for (int64_t row = first; row < last; ++row) {
-      AddRow(rows_of_head.At(row0 + row), args.shape.dtype, args.shape.D, scratch.patch_rows, sum);
+      AddRow(rows_of_head.At(row0 + row), args.shape.dtype, args.shape.D, scratch.pooling_rows, sum);
     }
     ScaleAndRound(1.0f / static_cast<float>(last - first), args.shape.dtype, ld, sum);
     ScaleAndRound(args.scores.scale, DType::kF32, ld, sum);
@@ -84,4 +84,4 @@ inline void MakeQueryPatches(const AttentionArgs& args, const Rows& rows_of_head
 }  // namespace
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_ATTENTION_PATCHES_H_
+#endif  // STOF_CPU_ATTENTION_POOLING_H_

@@ -30,7 +30,7 @@ static T __ldg(const T* from) {
 static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline float __shfl_sync(unsigned, float value, int source) {
   uint32_t values[32];
-  stof::test::emulated_cta::Cta::Exchange(__float_as_uint(value), values);
+  stof::test::emulated_sm80::Cta::Exchange(__float_as_uint(value), values);
   return __uint_as_float(values[source]);
 }
 static inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selected) {
@@ -87,7 +87,7 @@ static float ApplyScoreMod(const AttentionParams& p, float x, int b, int h, int 
 // movmatrix: lane l gets two values of row l / 4 of the transposed matrix.
 static inline uint32_t Transpose(uint32_t x) {
   uint32_t values[32], y = 0;
-  test::emulated_cta::Cta::Exchange(x, values);
+  test::emulated_sm80::Cta::Exchange(x, values);
   const int lane = static_cast<int>(threadIdx.x % 32), column = lane / 4;
   for (int i = 0; i < 2; ++i) {
     const int row = lane % 4 * 2 + i;

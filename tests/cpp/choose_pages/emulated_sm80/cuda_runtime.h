@@ -26,7 +26,7 @@ struct uint3 {
 };
 inline thread_local uint3 threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0};
 
-namespace stof::test::emulated_cta {
+namespace stof::test::emulated_sm80 {
 
 // Waits for so many threads.
 class Barrier {
@@ -106,30 +106,30 @@ T Reduce(T value, const Fold& fold) {
   return result;
 }
 
-}  // namespace stof::test::emulated_cta
+}  // namespace stof::test::emulated_sm80
 
 // Functions have internal linkage: other tests have others of the same names.
 using std::max;
 using std::min;
-static inline void __syncthreads() { stof::test::emulated_cta::Cta::Current()->barrier.Wait(); }
+static inline void __syncthreads() { stof::test::emulated_sm80::Cta::Current()->barrier.Wait(); }
 static inline int __reduce_add_sync(unsigned, int value) {
-  return stof::test::emulated_cta::Reduce(value, [](int x, int y) { return x + y; });
+  return stof::test::emulated_sm80::Reduce(value, [](int x, int y) { return x + y; });
 }
 static inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
-  return stof::test::emulated_cta::Reduce(value, [](uint32_t x, uint32_t y) { return min(x, y); });
+  return stof::test::emulated_sm80::Reduce(value, [](uint32_t x, uint32_t y) { return min(x, y); });
 }
 static inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
-  return stof::test::emulated_cta::Reduce(value, [](uint32_t x, uint32_t y) { return max(x, y); });
+  return stof::test::emulated_sm80::Reduce(value, [](uint32_t x, uint32_t y) { return max(x, y); });
 }
 static inline uint32_t __ballot_sync(unsigned, bool value) {
   uint32_t values[32], bits = 0;
-  stof::test::emulated_cta::Cta::Exchange(value ? 1 : 0, values);
+  stof::test::emulated_sm80::Cta::Exchange(value ? 1 : 0, values);
   for (int i = 0; i < 32; ++i) bits |= values[i] << i;
   return bits;
 }
 static inline int __shfl_up_sync(unsigned, int value, int step) {
   uint32_t values[32];
-  stof::test::emulated_cta::Cta::Exchange(static_cast<uint32_t>(value), values);
+  stof::test::emulated_sm80::Cta::Exchange(static_cast<uint32_t>(value), values);
   const int lane = static_cast<int>(threadIdx.x % 32);
   return lane >= step ? static_cast<int>(values[lane - step]) : value;
 }
@@ -148,7 +148,7 @@ static inline uint32_t __float_as_uint(float x) {
 }
 static inline float __shfl_xor_sync(unsigned, float value, int step) {
   uint32_t values[32];
-  stof::test::emulated_cta::Cta::Exchange(__float_as_uint(value), values);
+  stof::test::emulated_sm80::Cta::Exchange(__float_as_uint(value), values);
   return __uint_as_float(values[static_cast<int>(threadIdx.x % 32) ^ step]);
 }
 using std::isnan;
@@ -156,10 +156,10 @@ using std::isnan;
 namespace stof {
 namespace cuda {
 
-struct CtaBf16 {
+struct Sm80Bf16 {
   uint16_t bits;
 };
-static inline float ToFloat(CtaBf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+static inline float ToFloat(Sm80Bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 static inline uint32_t RoundToBf16(float x) {
   const uint32_t bits = __float_as_uint(x);
   return isnan(x) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
@@ -191,7 +191,7 @@ static uint32_t PartOf(uint32_t query, bool above) {
 
 template <typename T>
 static void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  auto& warp = test::emulated_cta::Cta::OwnWarp();
+  auto& warp = test::emulated_sm80::Cta::OwnWarp();
   const int lane = static_cast<int>(threadIdx.x % 32);
   auto& own = warp.fragments[lane];
   std::copy_n(a, 4, own.a);
