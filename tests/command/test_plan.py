@@ -80,7 +80,7 @@ def changed(**fields: Any) -> str:
         (changed(target="rocm"), "has target 'rocm', expected one of cpu, cuda, tensorrt"),
         (
             changed(more=1),
-            "has field 'more', expected only caches, chains, format, mlps, sites, skip_thresholds, sparsity, target, "
+            "has field 'more', expected only block_thresholds, caches, chains, format, mlps, sites, skip_thresholds, sparsity, target, "
             "unpadding, version",
         ),
         (changed(sites={}), "has sites {}, expected list"),
