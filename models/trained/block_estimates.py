@@ -33,8 +33,8 @@ class Estimate:
     """A way to estimate the scores of a pooled query and a pooled key.
 
     Attributes:
-        kind: "means" of pools; "antidiagonals" of a pool of queries and one of keys, whose pairs are summed; "bounds" on the scores of a mean query
-            with keys between a smallest and a largest one; "samples": one query of a pool, all keys.
+        kind: "means" of pools; "antidiagonals" of a pool of queries and one of keys, whose pairs are summed; "bounds" on the
+            scores of a mean query with keys between a smallest and a largest one; "samples": one query of a pool, all keys.
         queries: of a pool.
         keys: of a pool.
     """
@@ -64,7 +64,7 @@ class Estimate:
         return np.asarray(means @ keys.mean(1).T * _SCALE)
 
     def margins(self, q: np.ndarray, k: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """How far each block is below the largest estimate of the same pooled query, at its best pooled key: [blocks, blocks], <= 0.
+        """How far each block, at its best pooled key, is below the largest estimate of a pooled query: [blocks, blocks], <= 0.
 
         Args:
             q: of a head, [S, D].
