@@ -114,7 +114,8 @@ STOF_EXPORT int stof_gemm_cpu_form(const char* epilogue, int pair, char* form, s
 
 /* Pairs of queries and keys, in this process since it began or the counts were reset: counts[0] those that skip by
  * score, choose blocks (docs/reference/operators.md) or choose pages (docs/reference/cached-attention.md) could leave
- * out, counts[1] those among them that were left out. Waits for the CUDA devices that such an attention ran on. Null: nothing. */
+ * out, counts[1] those among them that were left out. Waits for the CUDA devices that such an attention ran on. Null:
+ * nothing. */
 STOF_EXPORT void stof_skip_counts(uint64_t counts[2]);
 STOF_EXPORT void stof_reset_skip_counts(void);
 
