@@ -3,64 +3,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from tests.helpers.attention_sessions import CACHED, CAPACITY, D, G, H, draw_cached
+from tests.helpers.attention_sessions import run_cached as run
 from tests.helpers.chosen_blocks import attend, choose, set_levels
 
 import stof
-
-H, G, D, C = 4, 2, 64, 1000
-INPUTS = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length")
-
-
-def run(feeds: dict[str, Any], mask: str, **attributes: Any) -> Any:
-    element = helper.np_dtype_to_tensor_dtype(feeds["query"].dtype)
-    node = helper.make_node("StofCachedAttention", list(INPUTS), ["output", "present_key", "present_value"],
-                            domain="stof", num_heads=H, kv_num_heads=G, mask=mask, **attributes)  # fmt: skip
-    types = dict.fromkeys(INPUTS, element) | dict.fromkeys(INPUTS[5:], TensorProto.INT32)
-    inputs = [helper.make_tensor_value_info(n, types[n], feeds[n].shape) for n in INPUTS]
-    outputs = [helper.make_tensor_value_info(n, element, None) for n in node.output]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)]
-    graph = helper.make_graph([node], "g", inputs, outputs)
-    options = ort.SessionOptions()
-    stof.register(options)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
 
 
 @pytest.mark.parametrize("mask", ["k <= q", "k <= q and q - k < 300", "k <= q and k % 5 != 2"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("S", "past"), [(128, [860, 130]), (200, [700, 100]), (600, [0, 0])])
 def test_outputs_are_those_of_the_definition(S: int, past: list[int], dtype: str, mask: str) -> None:
-    rng = np.random.default_rng(S)
-    B, lengths = len(past), np.array(past) + S
-    query = rng.standard_normal((B, H, S, D))
-    key, value = np.full((2, B, G, C, D), np.nan)
-    for b, n in enumerate(lengths):
-        keys, values = rng.standard_normal((2, G, n, D))
-        set_levels(rng, query[b], keys)
-        key[b, :, :n], value[b, :, :n] = keys, values
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
-    new = [x[np.arange(B)[:, None], :, lengths[:, None] - S + np.arange(S)] for x in (key, value)]  # [B, S, G, D]
-    past_key, past_value = key.copy(), value.copy()
-    for b, n in enumerate(past):
-        past_key[b, :, n:] = past_value[b, :, n:] = np.nan
-    feeds = {"query": query.swapaxes(1, 2).reshape(B, S, H * D), "key": new[0].reshape(B, S, G * D),
-             "value": new[1].reshape(B, S, G * D), "past_key": past_key, "past_value": past_value,
-             "seqlens_k": (lengths - 1).astype(np.int32), "total_sequence_length": np.array(lengths.max(), np.int32)}  # fmt: skip
+    x = draw_cached(set_levels, S, past, dtype)
     stof.reset_skip_counts()
-    found = run(feeds, mask, block_threshold=0.1).reshape(B, S, H, D)
+    found = run(x.feeds, mask, block_threshold=0.1).reshape(len(past), S, H, D)
     counts = stof.skip_counts()
     counted = skipped = 0
-    for b, n in enumerate(lengths):
+    for b, n in enumerate(x.lengths):
         q, k = np.arange(n - S, n)[:, None], np.arange(n)
-        allowed = (k <= q) & (q - k < (300 if "300" in mask else C)) & ((k % 5 != 2) | ("5" not in mask))
-        chosen = choose(query[b], key[b, :, :n], allowed, 0.1, position=n - S)
-        exact = attend(query[b], key[b, :, :n], value[b, :, :n], chosen.kept)
+        allowed = (k <= q) & (q - k < (300 if "300" in mask else CAPACITY)) & ((k % 5 != 2) | ("5" not in mask))
+        chosen = choose(x.query[b], x.key[b, :, :n], allowed, 0.1, position=n - S)
+        exact = attend(x.query[b], x.key[b, :, :n], x.value[b, :, :n], chosen.kept)
         moved = np.abs(found[b].swapaxes(0, 1).astype(np.float64) - exact).max(-1)
         assert np.isfinite(moved).all()
         assert moved[~chosen.near].max() <= (2e-5 if dtype == "float32" else 4e-3)
@@ -68,7 +33,7 @@ def test_outputs_are_those_of_the_definition(S: int, past: list[int], dtype: str
         counted, skipped = counted + chosen.counted, skipped + chosen.skipped
     assert 0.9 * counted <= counts.scored <= counted  # tiles have fewer rows than a query block
     assert counts.skipped >= 0.9 * skipped > 0
-    np.testing.assert_array_equal(run(feeds, mask, block_threshold=0.0), run(feeds, mask))
+    np.testing.assert_array_equal(run(x.feeds, mask, block_threshold=0.0), run(x.feeds, mask))
 
 
 def test_a_padded_first_prompt_and_steps() -> None:
@@ -78,8 +43,8 @@ def test_a_padded_first_prompt_and_steps() -> None:
     set_levels(rng, x, k)
     lengths = np.array([S, 170])
     flat = [y.swapaxes(1, 2).reshape(2, S, -1) for y in (x, k, v)]
-    cache = np.full((2, G, C, D), np.nan, np.float32)
-    feeds = dict(zip(INPUTS, [*flat, cache, cache, (lengths - 1).astype(np.int32), np.array(S, np.int32)], strict=True))
+    cache = np.full((2, G, CAPACITY, D), np.nan, np.float32)
+    feeds = dict(zip(CACHED, [*flat, cache, cache, (lengths - 1).astype(np.int32), np.array(S, np.int32)], strict=True))
     stof.reset_skip_counts()
     found = run(feeds, "k <= q", block_threshold=0.5).reshape(2, S, H, D).swapaxes(1, 2)
     assert stof.skip_counts().skipped > 0
@@ -89,8 +54,8 @@ def test_a_padded_first_prompt_and_steps() -> None:
         moved = np.abs(found[b] - attend(x[b], k[b, :, :n], v[b, :, :n], chosen.kept)).max(-1)
         assert moved[~chosen.near].max() <= 2e-5
     # A step has few queries: all blocks.
-    past = np.concatenate([k, np.full((2, G, C - S, D), np.nan, np.float32)], 2)
-    step = {n: y[:, :1] for n, y in zip(INPUTS[:3], flat, strict=True)}
+    past = np.concatenate([k, np.full((2, G, CAPACITY - S, D), np.nan, np.float32)], 2)
+    step = {n: y[:, :1] for n, y in zip(CACHED[:3], flat, strict=True)}
     step |= {"past_key": past, "past_value": past, "seqlens_k": lengths.astype(np.int32),
              "total_sequence_length": np.array(S + 1, np.int32)}  # fmt: skip
     stof.reset_skip_counts()

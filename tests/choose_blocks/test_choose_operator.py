@@ -3,59 +3,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 import pytest
-from onnx import helper
+from tests.helpers.attention_sessions import KEY as K
+from tests.helpers.attention_sessions import QUERY as Q
+from tests.helpers.attention_sessions import VALUE as V
+from tests.helpers.attention_sessions import draw_attention, make_session, run_switched_off
+from tests.helpers.attention_sessions import run_attention as run
 from tests.helpers.chosen_blocks import Chosen, attend, choose, set_levels
 
 import stof
 from stof.runtime.library import LibraryError, Op, op_limits
 
 LIMITS = {"float32": 2e-5, "float16": 4e-3}
-Q, K, V = "query", "key", "value"
 MASKS: dict[str, Callable[[Any, Any], Any]] = {
     "": lambda q, k: q + k >= 0,
     "k <= q": lambda q, k: k <= q,
     "k <= q and q - k < 500": lambda q, k: (k <= q) & (q - k < 500),
     "k > q + 300": lambda q, k: k > q + 300,  # own positions are forbidden
 }
+draw = partial(draw_attention, set_levels)
 OPS = ("StofAttention", "StofCachedAttention", "StofPagedAttention")
-
-
-def session(feeds: dict[str, npt.NDArray[Any]], **attributes: Any) -> ort.InferenceSession:
-    element = helper.np_dtype_to_tensor_dtype(feeds[Q].dtype)
-    node = helper.make_node("StofAttention", list(feeds), ["output"], name="layer0", domain="stof", **attributes)
-    inputs = [
-        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape) for n, x in feeds.items()
-    ]
-    output = helper.make_tensor_value_info("output", element, None)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)]
-    model = helper.make_model(helper.make_graph([node], "g", inputs, [output]), opset_imports=opsets, ir_version=9)
-    options = ort.SessionOptions()
-    stof.register(options)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def draw(S: int, T: int, dtype: str = "float32", B: int = 1) -> dict[str, npt.NDArray[Any]]:
-    rng = np.random.default_rng(S + T)
-    q, k, v = (rng.standard_normal((B, n, length, 64)) for n, length in ((4, S), (2, T), (2, T)))
-    set_levels(rng, q, k)
-    return {n: x.astype(dtype) for n, x in ((Q, q), (K, k), (V, v))}
-
-
-def run(feeds: dict[str, npt.NDArray[Any]], **attributes: Any) -> npt.NDArray[Any]:
-    (found,) = session(feeds, **attributes).run(None, feeds)
-    return np.asarray(found)
 
 
 def check(found: npt.NDArray[Any], q: Any, k: Any, v: Any, chosen: Chosen) -> None:
@@ -160,12 +134,7 @@ def check_switch() -> None:
 def test_environment_turns_choosing_off() -> None:
     feeds = draw(300, 700)
     assert (run(feeds, block_threshold=1.0) != run(feeds)).any()
-    program = f"from {__name__.rpartition('.')[2]} import check_switch; check_switch(); print('done')"
-    paths = [str(Path(__file__).parent), *sys.path]
-    environment = {**os.environ, "STOF_SKIP_SCORES": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "done"
+    run_switched_off(check_switch)
 
 
 def test_blocks_of_packed_sequences_begin_at_each_sequence() -> None:
@@ -204,7 +173,7 @@ def test_wrong_values_are_refused(op: str, value: float, text: str) -> None:
 
 def test_a_session_names_the_node_and_the_value() -> None:
     with pytest.raises(Exception, match=r"(?s)layer0.*block_threshold.*-2"):
-        session(draw(4, 4), block_threshold=-2.0)
+        make_session("StofAttention", draw(4, 4), block_threshold=-2.0)
 
 
 def test_limits_of_the_library_say_which_targets_choose() -> None:

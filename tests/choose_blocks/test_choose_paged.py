@@ -9,25 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.helpers.chosen_blocks import attend, choose, set_levels
-from tests.paged_attention.paged_models import Shape, draw_step, feeds_of, model_of, session
+from tests.paged_attention.paged_models import Shape, draw_step, run_operator
 
 import stof
-from stof.cached_attention.find import find_candidates
-from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.oracle import PagedStep
-from stof.cached_attention.paged.site import PagedSite
-from stof.symbolic import Symbolic
-
-
-def run(shape: Shape, step: PagedStep, threshold: float | None) -> np.ndarray:
-    model = model_of(shape)
-    (candidate,) = find_candidates(model, Symbolic(model), "cpu")
-    assert isinstance(candidate.site, PagedSite), candidate.reason
-    made = emit_pages(model, [candidate.site])
-    if threshold is not None:
-        attribute = made.graph.node[0].attribute.add()
-        attribute.name, attribute.f, attribute.type = "block_threshold", threshold, attribute.FLOAT
-    return np.asarray(session(made, library=True).run(None, feeds_of(shape, step))[0])
 
 
 def rows_of(shape: Shape, step: PagedStep, b: int, pages: np.ndarray, new: Any) -> np.ndarray:
@@ -53,7 +38,7 @@ def test_outputs_are_those_of_the_definition(past: list[int], tokens: list[int],
     ):
         set_levels(rng, query, keys)
     stof.reset_skip_counts()
-    found = run(shape, step, 0.1).reshape(-1, shape.H, 64)
+    found = run_operator(shape, step, block_threshold=0.1).reshape(-1, shape.H, 64)
     counts = stof.skip_counts()
     counted = skipped = 0
     for b, (n, S) in enumerate(zip(past, tokens, strict=True)):
@@ -70,10 +55,12 @@ def test_outputs_are_those_of_the_definition(past: list[int], tokens: list[int],
             counted, skipped = counted + chosen.counted, skipped + chosen.skipped
     assert 0.9 * counted <= counts.scored <= counted  # tiles have fewer rows than a query block
     assert counts.skipped >= 0.9 * skipped > 0
-    np.testing.assert_array_equal(run(shape, step, 0.0), run(shape, step, None))
+    np.testing.assert_array_equal(
+        run_operator(shape, step, block_threshold=0.0), run_operator(shape, step, block_threshold=None)
+    )
 
 
 def test_an_error_names_the_value() -> None:
     shape = Shape(D=64)
     with pytest.raises(Exception, match=r"(?s)block_threshold.*-3"):
-        run(shape, replace(draw_step(shape, [5], [1])), -3.0)
+        run_operator(shape, replace(draw_step(shape, [5], [1])), block_threshold=-3.0)

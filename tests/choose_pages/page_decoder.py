@@ -202,10 +202,10 @@ class PageDecoder:
         }
         if not is_checked:
             return
-        self._check_caches(max(self.capacity, total, feeds["past_key"].shape[2]))
+        self.check_caches(max(self.capacity, total, feeds["past_key"].shape[2]))
         self._check_output(query, found["output"].reshape(query.shape), own, counts)
 
-    def _check_caches(self, capacity: int) -> None:
+    def check_caches(self, capacity: int) -> None:
         assert self.cache["key"].shape[2] == capacity
         assert self.cache["bounds"].shape == (self.batch, self.groups, -(-capacity // self.rows), 2, self.size)
         for b, keys in enumerate(self.keys):

@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from tests.choose_pages.page_decoder import BOUNDS, BOUNDS_INDEX, INPUTS, OUTPUTS, make_model, make_session, run
+from tests.choose_pages.page_decoder import (
+    BOUNDS,
+    BOUNDS_INDEX,
+    INPUTS,
+    OUTPUTS,
+    PageDecoder,
+    make_model,
+    make_session,
+    run,
+)
+from tests.helpers.attention_sessions import run_switched_off
+
+import stof
 
 B, G, H, D, C = 2, 2, 4, 64, 300
 
@@ -90,25 +99,17 @@ def test_lengths_are_checked_before_bounds_change() -> None:
         run(made, feeds(seqlens_k=np.array([200, 250], np.int32)))
 
 
-SWITCHED_OFF = """
-import sys
-import numpy as np
-from tests.choose_pages.page_decoder import PageDecoder
-import stof
-decoder = PageDecoder(np.random.default_rng(1), chosen=1, capacity=700, rows=16, dtype=sys.argv[1])
-decoder.fill([600, 555])
-for length in (1, 4):
-    decoder.step(length, is_checked=False)
-    np.testing.assert_array_equal(decoder.output, decoder.run_dense())
-    decoder._check_caches(700)
-assert stof.skip_counts().scored == 0
-"""
+def check_switch() -> None:
+    """In a process with STOF_SKIP_SCORES=0: all pages are attended, bit for bit, and key bounds are written."""
+    for dtype in ("float32", "float16"):
+        decoder = PageDecoder(np.random.default_rng(1), chosen=1, capacity=700, rows=16, dtype=dtype)
+        decoder.fill([600, 555])
+        for length in (1, 4):
+            decoder.step(length, is_checked=False)
+            np.testing.assert_array_equal(decoder.output, decoder.run_dense())
+            decoder.check_caches(700)
+    assert stof.skip_counts().scored == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_switched_off(dtype: str) -> None:
-    """STOF_SKIP_SCORES=0 attends all pages, bit for bit, and writes key bounds; a process reads it once."""
-    environment = {**os.environ, "STOF_SKIP_SCORES": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", SWITCHED_OFF, dtype]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_switched_off() -> None:
+    run_switched_off(check_switch)

@@ -12,7 +12,11 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 import stof
+from stof.cached_attention.find import find_candidates
+from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.oracle import PagedStep
+from stof.cached_attention.paged.site import PagedSite
+from stof.symbolic import Symbolic
 
 INPUTS = ("query", "key", "value", "key_cache", "value_cache", "cumulative", "past", "table", "cos", "sin", "slots",
           "sink", "q_norm", "k_norm", "k_scale", "v_scale", "metadata")  # fmt: skip
@@ -198,3 +202,15 @@ def run_shared(made: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> list
         if name.endswith("_out"):
             assert found[name].data_ptr() == values[f"{name.removesuffix('_out')}_cache"].data_ptr()
     return [found[n].numpy().copy() for n in names]
+
+
+def run_operator(shape: Shape, step: PagedStep, **thresholds: float | None) -> np.ndarray:
+    """The output of the StofPagedAttention that takes a node's place, with further attributes where they are not None."""
+    model = model_of(shape)
+    (candidate,) = find_candidates(model, Symbolic(model), "cpu")
+    assert isinstance(candidate.site, PagedSite), candidate.reason
+    made = emit_pages(model, [candidate.site])
+    for name, threshold in thresholds.items():
+        if threshold is not None:
+            made.graph.node[0].attribute.append(helper.make_attribute(name, threshold))
+    return np.asarray(session(made, library=True).run(None, feeds_of(shape, step))[0])

@@ -7,26 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from paged_models import Shape, draw_step, feeds_of, model_of, session
+from paged_models import Shape, draw_step, run_operator
 from tests.helpers.skip_scores import most_moved, set_levels
 
 import stof
-from stof.cached_attention.find import find_candidates
-from stof.cached_attention.paged.emit import emit_pages
-from stof.cached_attention.paged.oracle import PagedStep, compute_paged_step
-from stof.cached_attention.paged.site import PagedSite
-from stof.symbolic import Symbolic
-
-
-def run(shape: Shape, step: PagedStep, threshold: float | None) -> np.ndarray:
-    model = model_of(shape)
-    (candidate,) = find_candidates(model, Symbolic(model), "cpu")
-    assert isinstance(candidate.site, PagedSite), candidate.reason
-    made = emit_pages(model, [candidate.site])
-    if threshold is not None:
-        attribute = made.graph.node[0].attribute.add()
-        attribute.name, attribute.f, attribute.type = "skip_threshold", threshold, attribute.FLOAT
-    return np.asarray(session(made, library=True).run(None, feeds_of(shape, step))[0])
+from stof.cached_attention.paged.oracle import compute_paged_step
 
 
 @pytest.mark.parametrize("threshold", [1e-4, 0.3, 10.0])
@@ -48,7 +33,7 @@ def test_outputs_are_within_the_bound(
     ):
         set_levels(rng, query, keys)
     stof.reset_skip_counts()
-    found = run(shape, step, threshold)
+    found = run_operator(shape, step, skip_threshold=threshold)
     counts = stof.skip_counts()
     exact = compute_paged_step(step).output
     moved = np.abs(found.astype(np.float64) - exact).max()
@@ -57,10 +42,12 @@ def test_outputs_are_within_the_bound(
     assert counts.scored > 0
     if threshold > 1:
         assert counts.skipped > 0
-    np.testing.assert_array_equal(run(shape, step, 0.0), run(shape, step, None))
+    np.testing.assert_array_equal(
+        run_operator(shape, step, skip_threshold=0.0), run_operator(shape, step, skip_threshold=None)
+    )
 
 
 def test_an_error_names_the_value() -> None:
     shape = Shape(D=64)
     with pytest.raises(Exception, match=r"(?s)skip_threshold.*-3"):
-        run(shape, replace(draw_step(shape, [5], [1])), -3.0)
+        run_operator(shape, replace(draw_step(shape, [5], [1])), skip_threshold=-3.0)

@@ -32,7 +32,7 @@ def simulate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def simulate_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that leave out keys: c multiplies the scores of its node by less than 1, and leaves out more the larger it is.
 
-    The largest threshold of a ladder halves the scores.
+    With the largest threshold of a ladder scores are multiplied by 0.5.
     """
     simulate_limits(monkeypatch)
     last = [0.5]  # the share of the last model

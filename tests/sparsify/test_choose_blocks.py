@@ -209,7 +209,7 @@ def test_calibration_of_both_kinds_on_inputs(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.usefixtures("lossy")
 def test_a_threshold_that_changes_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Simulated: c = 1 halves the scores."""
+    """Simulated: with c = 1 scores are multiplied by 0.5."""
     model = skip_models.encoder(tmp_path / "model.onnx")
     options = ["--no-verify", *inputs_options(tmp_path, 1)]
     status, target, report = run(tmp_path, model, "choose-blocks(threshold=1)", *options)

@@ -34,7 +34,7 @@ def simulated_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("lossy")
 def test_a_threshold_that_changes_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Simulated: c = 2^14 halves the scores, which tell the mark from other tokens."""
+    """Simulated: with c = 2^14 scores, which tell the mark from other tokens, are multiplied by 0.5."""
     model = skip_models.encoder(tmp_path / "model.onnx")
     options = ["--no-verify", *inputs_options(tmp_path)]
     status, target, report = run(tmp_path, model, "skip-scores(threshold=16384)", *options)

@@ -94,6 +94,6 @@ class BoundsSession:
 
 
 def empty_bounds(bounds: Sequence[BoundsOfLayer], feed: Feed) -> dict[str, np.ndarray]:
-    """Bounds that are not known: 0 pages [B, G, 0, 2, D] beside the caches of a run."""
+    """Bounds that are not known: 0 pages [B, G, 0, 2, D] beside the caches of a feed."""
     shapes = {x.past: feed[x.past_key] for x in bounds}
     return {n: np.zeros((*a.shape[:2], 0, 2, a.shape[3]), a.dtype) for n, a in shapes.items()}

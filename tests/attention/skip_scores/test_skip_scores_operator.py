@@ -3,56 +3,29 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from tests.helpers.attention_sessions import KEY as K
+from tests.helpers.attention_sessions import QUERY as Q
+from tests.helpers.attention_sessions import VALUE as V
+from tests.helpers.attention_sessions import draw_attention, make_session, run_switched_off
+from tests.helpers.attention_sessions import run_attention as run
 from tests.helpers.skip_scores import attend_exactly, most_moved, set_levels
 
 import stof
 from stof.runtime.library import LibraryError, Op, op_limits
 
-TYPES = {"float32": (TensorProto.FLOAT, 2e-5), "float16": (TensorProto.FLOAT16, 3e-3)}
-Q, K, V = "query", "key", "value"
-
-
-def session(feeds: dict[str, npt.NDArray[Any]], **attributes: Any) -> ort.InferenceSession:
-    element = helper.np_dtype_to_tensor_dtype(feeds[Q].dtype)
-    node = helper.make_node("StofAttention", list(feeds), ["output"], name="layer0", domain="stof", **attributes)
-    inputs = [
-        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape) for n, x in feeds.items()
-    ]
-    output = helper.make_tensor_value_info("output", element, None)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("stof", 1)]
-    model = helper.make_model(helper.make_graph([node], "g", inputs, [output]), opset_imports=opsets, ir_version=9)
-    options = ort.SessionOptions()
-    stof.register(options)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def draw(S: int, T: int, dtype: str = "float32", heads: int = 4, groups: int = 2) -> dict[str, npt.NDArray[Any]]:
-    rng = np.random.default_rng(S + T)
-    q, k, v = (rng.standard_normal((1, n, length, 64)) for n, length in ((heads, S), (groups, T), (groups, T)))
-    set_levels(rng, q, k)
-    return {n: x.astype(dtype) for n, x in ((Q, q), (K, k), (V, v))}
-
-
-def run(feeds: dict[str, npt.NDArray[Any]], **attributes: Any) -> npt.NDArray[Any]:
-    (found,) = session(feeds, **attributes).run(None, feeds)
-    return np.asarray(found)
+LIMITS = {"float32": 2e-5, "float16": 3e-3}
+draw = partial(draw_attention, set_levels)
 
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.01, 0.3, 4.0, 100.0, 4194304.0])
 @pytest.mark.parametrize("mask", ["", "k <= q", "k <= q and q - k < 500"])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("S", [1, 16, 700])
 def test_outputs_are_within_the_bound(S: int, dtype: str, mask: str, threshold: float) -> None:
     T = 700
@@ -64,13 +37,13 @@ def test_outputs_are_within_the_bound(S: int, dtype: str, mask: str, threshold: 
     allowed = (k <= q if mask else np.full((S, T), True)) & (q - k < (500 if "500" in mask else T))
     exact = attend_exactly(feeds[Q][0], feeds[K][0], feeds[V][0], allowed)
     moved = float(np.abs(found[0].astype(np.float64) - exact).max())
-    assert moved <= most_moved(threshold, feeds[V]) + TYPES[dtype][1]
+    assert moved <= most_moved(threshold, feeds[V]) + LIMITS[dtype]
     assert 0 < counts.scored <= 4 * S * T
     assert counts.share == counts.skipped / counts.scored
     if S == 700 and threshold >= 0.3:  # weights of other tiles are below e^-8 of the largest
         assert counts.share > 0.2
     if S == 700 and 4 <= threshold <= 100 and dtype == "float32":
-        assert moved > 2 * TYPES[dtype][1], "nothing that counts was left out"
+        assert moved > 2 * LIMITS[dtype], "nothing that counts was left out"
 
 
 def test_threshold_0_has_the_bits_of_the_plain_node_and_counts_nothing() -> None:
@@ -92,12 +65,7 @@ def check_switch() -> None:
 def test_environment_turns_skipping_off() -> None:
     feeds = draw(300, 700)
     assert (run(feeds, skip_threshold=20.0) != run(feeds)).any()
-    program = f"from {__name__.rpartition('.')[2]} import check_switch; check_switch(); print('done')"
-    paths = [str(Path(__file__).parent), *sys.path]
-    environment = {**os.environ, "STOF_SKIP_SCORES": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "done"
+    run_switched_off(check_switch)
 
 
 def test_packed_sequences_keep_the_bound() -> None:
@@ -128,12 +96,13 @@ def test_wrong_values_are_refused(op: str, value: float, text: str) -> None:
 
 def test_a_session_names_the_node_and_the_value() -> None:
     with pytest.raises(Exception, match=r"(?s)layer0.*skip_threshold.*-2"):
-        session(draw(4, 4), skip_threshold=-2.0)
+        make_session("StofAttention", draw(4, 4), skip_threshold=-2.0)
 
 
-def test_only_the_cpu_skips_by_the_limits_of_the_library() -> None:
+def test_limits_of_the_library_say_which_targets_skip() -> None:
     for op in ("StofAttention", "StofCachedAttention", "StofPagedAttention"):
         targets = op_limits()[op]["targets"]
         assert targets["cpu"]["skips_scores"] is True
+        assert targets["cuda"]["skips_scores"] is True
         assert "skips_scores" not in targets["tensorrt"]
     assert "skips_scores" not in op_limits()["StofGemm"]["targets"]["cpu"]

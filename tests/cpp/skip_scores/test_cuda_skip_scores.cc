@@ -180,7 +180,7 @@ cuda::KernelTable SkippingKernels(const Case& c) {
   return kernels.size() > 0 && kernels.begin()->skips_scores ? kernels : cuda::KernelTable();
 }
 
-// The tiles of a run of this kernel, by the schedule that the run gets: small problems have half tiles where a kernel
+// The tiles of this kernel, by the schedule that a call gets: small problems have half tiles where a kernel
 // can.
 KernelTiles ScheduleTiles(const Case& c, const Runner& runner, const cuda::KernelEntry& kernel) {
   KernelTiles own{kernel, {}, {}};
