@@ -9,19 +9,16 @@
 // A line: microseconds without a threshold, by the library's choice; of the estimates alone, which is the same graph
 // without its last kernel, and what share of the former that is; with a threshold; the ratio; and the share of pairs
 // that was counted as kept. All are timed in turns on a warm device: what runs first would have a higher clock.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "cuda/bench/bench_graph.h"
+#include "cuda/bench/bench_inputs.h"
 #include "plugins/core/contract/chosen_blocks.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/attention_mask.h"
@@ -29,65 +26,7 @@
 namespace {
 
 constexpr int64_t kHeads = 32, kKeyHeads = 8;
-constexpr int kDirections = 4;
-constexpr double kReach = 8, kDistance = 4;  // kDistance: -ln of the threshold
-
-void ExitUnlessOk(const stof::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.message().c_str());
-  std::exit(1);
-}
-
-uint16_t ToBits(stof::DType dtype, double x) {
-  if (dtype == stof::DType::kF16) return __half_as_ushort(__double2half(x));
-  return __bfloat16_as_ushort(__double2bfloat16(x));
-}
-
-// Random rows [rows, D] on the device, whose first elements are those of `levels` [rows, kDirections].
-void* MakeRows(stof::DType dtype, int64_t rows, int64_t D, const std::vector<double>& levels, uint32_t seed) {
-  constexpr int64_t kPart = int64_t{1} << 22;  // rows repeat: the host takes its time to draw numbers
-  std::mt19937 random(seed);
-  std::normal_distribution<double> draw(0, 0.5);
-  const int64_t drawn = std::min(rows * D, kPart) / D * D;
-  std::vector<uint16_t> values(static_cast<size_t>(drawn));
-  for (uint16_t& x : values) x = ToBits(dtype, draw(random));
-  char* memory = nullptr;
-  CHECK_CUDA(cudaMalloc(&memory, static_cast<size_t>(2 * rows * D)));
-  for (int64_t at = 0; at < rows * D; at += drawn) {
-    const auto bytes = static_cast<size_t>(2 * std::min(drawn, rows * D - at));
-    CHECK_CUDA(cudaMemcpy(memory + 2 * at, values.data(), bytes, cudaMemcpyHostToDevice));
-  }
-  if (levels.empty()) return memory;
-  std::vector<uint16_t> first(levels.size());
-  for (size_t i = 0; i < levels.size(); ++i) first[i] = ToBits(dtype, levels[i]);
-  constexpr size_t kBytes = 2 * kDirections;
-  CHECK_CUDA(cudaMemcpy2D(memory, static_cast<size_t>(2 * D), first.data(), kBytes, kBytes, static_cast<size_t>(rows),
-                          cudaMemcpyHostToDevice));
-  return memory;
-}
-
-// A query block sees the levels of keys along one of four directions, by turns. Key blocks stand out along each
-// direction with the given share.
-std::vector<double> QueryLevels(int64_t S) {
-  std::vector<double> levels(static_cast<size_t>(kHeads * S * kDirections), 0.0);
-  for (int64_t row = 0; row < kHeads * S; ++row) {
-    levels[static_cast<size_t>(row * kDirections + row % S / stof::kBlockQueries % kDirections)] = kReach;
-  }
-  return levels;
-}
-std::vector<double> KeyLevels(int64_t T, double low, double share) {
-  std::mt19937 random(7);
-  std::vector<double> levels(static_cast<size_t>(kKeyHeads * T * kDirections), 0.0);
-  for (int64_t first = 0; first < kKeyHeads * T; first += stof::kBlockKeys) {
-    for (int direction = 0; direction < kDirections; ++direction) {
-      const bool stands_out = static_cast<double>(random() >> 8) * 0x1p-24 < share;
-      for (int64_t k = first; !stands_out && k < first + stof::kBlockKeys; ++k) {
-        levels[static_cast<size_t>(k * kDirections + direction)] = low;
-      }
-    }
-  }
-  return levels;
-}
+constexpr double kDistance = 4;  // -ln of the threshold
 
 struct Arena {
   char* memory = nullptr;
@@ -192,7 +131,7 @@ void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask) {
   args.query.stride = args.output.stride = {kHeads * S * D, S * D, D};
   args.key.stride = args.value.stride = {kKeyHeads * S * D, S * D, D};
   args.scores.scale = 1 / std::sqrt(static_cast<float>(D));
-  args.query.data = MakeRows(dtype, kHeads * S, D, QueryLevels(S), 1);
+  args.query.data = MakeRows(dtype, kHeads * S, D, QueryLevels(kHeads, S, stof::kBlockQueries), 1);
   args.value.data = MakeRows(dtype, kKeyHeads * S, D, {}, 3);
   args.output.data = MakeRows(dtype, kHeads * S, D, {}, 4);
   const auto threshold = static_cast<float>(std::exp(-kDistance));
@@ -202,7 +141,9 @@ void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask) {
   CHECK_CUDA(cudaMalloc(&problem.arena.memory, problem.arena.bytes));
   const double low = -(kDistance + 4) / (static_cast<double>(args.scores.scale) * kReach);
   for (const double share : {0.1, 0.25, 0.5, 1.0}) {
-    args.key.data = MakeRows(dtype, kKeyHeads * S, D, KeyLevels(S, low, share), 2);
+    const auto is_low = [share](double drawn, int64_t) { return drawn >= share; };
+    const std::vector<double> levels = KeyLevels(kKeyHeads * S, stof::kBlockKeys, low, is_low);
+    args.key.data = MakeRows(dtype, kKeyHeads * S, D, levels, 2);
     const auto dense = [&] { return args.scores.block_threshold = 0, Time(problem); };
     const auto choosing = [&] { return args.scores.block_threshold = threshold, Time(problem); };
     dense();  // warms up

@@ -8,9 +8,6 @@
 // A line: microseconds of the dense step and of the one that chooses; what append, scores, choice, and attention with
 // its combine kernel add to the latter; the ratio; the goal, which is 15 us and the bytes at 80 % of the bandwidth.
 // Dense and chosen are timed in turns on a warm device: what runs first would have a higher clock.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -22,6 +19,7 @@
 
 #include "cuda/attention/decode/key_range.h"
 #include "cuda/bench/bench_graph.h"
+#include "cuda/bench/bench_inputs.h"
 #include "cuda/choose_pages/choose.h"
 #include "cuda/common/device_properties.h"
 #include "plugins/core/contract/cuda_backend.h"
@@ -37,13 +35,6 @@ struct Options {
   int64_t rows = 64, tokens = 1;
   double share = 0.05;
 };
-
-void ExitUnlessOk(const stof::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.message().c_str());
-  std::exit(1);
-}
-void ExitUnlessOk(int error) { CHECK_CUDA(static_cast<cudaError_t>(error)); }
 
 // Device memory for all calls of a case, freed at its end.
 class Memory {
@@ -89,11 +80,6 @@ class Arena {
   char* begin_;
   size_t used_ = 0;
 };
-
-uint16_t ToBits(stof::DType dtype, double x) {
-  if (dtype == stof::DType::kF16) return __half_as_ushort(__double2half(x));
-  return __bfloat16_as_ushort(__double2bfloat16(x));
-}
 
 // Random numbers on the device. They repeat: the host takes its time to draw them.
 void* MakeNumbers(stof::DType dtype, int64_t count, std::mt19937* random, Memory* memory) {
@@ -250,8 +236,8 @@ double Time(const Problem& problem, Part part, Arena* arena) {
       ExitUnlessOk(backend.attention.run(args, nullptr, *problem.mask, problem.sizes, {}, context));
       return;
     }
-    if (part != Part::kAppend) ExitUnlessOk(stof::cuda::LaunchPageScores(step.choose, stream));
-    if (part == Part::kChoice) ExitUnlessOk(stof::cuda::LaunchPageChoice(step.choose, stream));
+    if (part != Part::kAppend) CHECK_CUDA(static_cast<cudaError_t>(stof::cuda::LaunchPageScores(step.choose, stream)));
+    if (part == Part::kChoice) CHECK_CUDA(static_cast<cudaError_t>(stof::cuda::LaunchPageChoice(step.choose, stream)));
   };
   const auto calls = static_cast<int>(problem.steps.size());
   double us = TimeGraph(stream, calls, run, 8);

@@ -15,6 +15,7 @@
 #include "cuda/attention/families.h"
 #include "cuda/attention/relative/layout.h"
 #include "cuda/bench/bench_graph.h"
+#include "cuda/bench/bench_inputs.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/ops/attention_relative.h"
 
@@ -41,12 +42,6 @@ constexpr Row kRows[] = {
     {"distance", "", 1, 16, 4096, 128, {kDistance}, 0},
     {"grid of 64", "", 1, 12, 4096, 64, {"q // 64 - k // 64 + 63", "q % 64 - k % 64 + 63"}, 127},
 };
-
-void ExitUnlessOk(const stof::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.message().c_str());
-  std::exit(1);
-}
 
 // Random numbers in (-1, 1) on the device.
 void* RandomTensor(DType dtype, int64_t count, uint32_t seed) {

@@ -7,20 +7,17 @@
 //   --length  4096, 16384 and 65536 where none is given
 // A line: microseconds without a threshold and with one, their ratio, the share of pairs that was counted as left out.
 // Both are timed in turns of 0.4 s on a warm device: what runs first would have a higher clock.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "cuda/attention/families.h"
 #include "cuda/bench/bench_graph.h"
+#include "cuda/bench/bench_inputs.h"
 #include "cuda/common/device_properties.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/attention_mask.h"
@@ -29,66 +26,7 @@ namespace {
 
 constexpr int64_t kHeads = 32, kKeyHeads = 8;
 constexpr int64_t kGroup = 64, kBlock = 128;  // queries that see the same levels, keys that have one
-constexpr int kDirections = 4;
-constexpr double kReach = 8;
 constexpr float kThreshold = 1;
-
-void ExitUnlessOk(const stof::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.message().c_str());
-  std::exit(1);
-}
-
-uint16_t ToBits(stof::DType dtype, double x) {
-  if (dtype == stof::DType::kF16) return __half_as_ushort(__double2half(x));
-  return __bfloat16_as_ushort(__double2bfloat16(x));
-}
-
-// Random rows [rows, D] on the device, whose first elements are those of `levels` [rows, kDirections].
-void* MakeRows(stof::DType dtype, int64_t rows, int64_t D, const std::vector<double>& levels, uint32_t seed) {
-  constexpr int64_t kPart = int64_t{1} << 20;  // rows repeat: the host takes its time to draw numbers
-  std::mt19937 random(seed);
-  std::normal_distribution<double> draw(0, 0.5);
-  const int64_t drawn = std::min(rows * D, kPart * 4) / D * D;
-  std::vector<uint16_t> values(static_cast<size_t>(drawn));
-  for (uint16_t& x : values) x = ToBits(dtype, draw(random));
-  char* memory = nullptr;
-  CHECK_CUDA(cudaMalloc(&memory, static_cast<size_t>(2 * rows * D)));
-  for (int64_t at = 0; at < rows * D; at += drawn) {
-    const auto bytes = static_cast<size_t>(2 * std::min(drawn, rows * D - at));
-    CHECK_CUDA(cudaMemcpy(memory + 2 * at, values.data(), bytes, cudaMemcpyHostToDevice));
-  }
-  if (levels.empty()) return memory;
-  std::vector<uint16_t> first(levels.size());
-  for (size_t i = 0; i < levels.size(); ++i) first[i] = ToBits(dtype, levels[i]);
-  constexpr size_t kBytes = 2 * kDirections;
-  CHECK_CUDA(cudaMemcpy2D(memory, static_cast<size_t>(2 * D), first.data(), kBytes, kBytes, static_cast<size_t>(rows),
-                          cudaMemcpyHostToDevice));
-  return memory;
-}
-
-// Queries see the levels of keys along one of four directions, by turns. Of a block of keys the given share of levels
-// is so low that it can be left out.
-std::vector<double> QueryLevels(int64_t S) {
-  std::vector<double> levels(static_cast<size_t>(kHeads * S * kDirections), 0.0);
-  for (int64_t row = 0; row < kHeads * S; ++row) {
-    levels[static_cast<size_t>(row * kDirections + row % S / kGroup % kDirections)] = kReach;
-  }
-  return levels;
-}
-std::vector<double> KeyLevels(int64_t T, double low, double share) {
-  std::mt19937 random(7);
-  std::vector<double> levels(static_cast<size_t>(kKeyHeads * T * kDirections), 0.0);
-  for (int64_t block = 0; block < kKeyHeads * T / kBlock; ++block) {
-    for (int direction = 0; direction < kDirections; ++direction) {
-      const bool is_low = static_cast<double>(random() >> 8) * 0x1p-24 < share && block % (T / kBlock) != 0;
-      for (int64_t k = block * kBlock; is_low && k < (block + 1) * kBlock; ++k) {
-        levels[static_cast<size_t>(k * kDirections + direction)] = low;
-      }
-    }
-  }
-  return levels;
-}
 
 struct Problem {
   stof::AttentionArgs args;
@@ -150,7 +88,7 @@ void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask, bool all
   args.query.stride = args.output.stride = {kHeads * S * D, S * D, D};
   args.key.stride = args.value.stride = {kKeyHeads * S * D, S * D, D};
   args.scores.scale = 1 / std::sqrt(static_cast<float>(D));
-  args.query.data = MakeRows(dtype, kHeads * S, D, QueryLevels(S), 1);
+  args.query.data = MakeRows(dtype, kHeads * S, D, QueryLevels(kHeads, S, kGroup), 1);
   args.value.data = MakeRows(dtype, kKeyHeads * S, D, {}, 3);
   args.output.data = MakeRows(dtype, kHeads * S, D, {}, 4);
   const double distance = std::log(static_cast<double>(S) / kThreshold);
@@ -163,7 +101,10 @@ void Measure(stof::DType dtype, int64_t S, int64_t D, const char* mask, bool all
   stof::cuda::KernelTable kernels;
   stof::cuda::FindFamily(stof::cuda::KernelRole::kScheduled, asked, &kernels);
   for (const double share : {0.0, 0.5, 0.7, 0.9}) {
-    args.key.data = MakeRows(dtype, kKeyHeads * S, D, KeyLevels(S, low, share), 2);
+    // Not of the first block: its scores decide which ones are low.
+    const auto is_low = [share, S](double drawn, int64_t first) { return drawn < share && first % S != 0; };
+    const std::vector<double> levels = KeyLevels(kKeyHeads * S, kBlock, low, is_low);
+    args.key.data = MakeRows(dtype, kKeyHeads * S, D, levels, 2);
     const auto print = [&](const std::string& kernel) {
       const auto [plain, us] = Compare(&problem, kernel);
       args.scores.skip_threshold = kThreshold;
