@@ -11,6 +11,7 @@
 #include "tests/cpp/attention/packed_cases.h"
 #include "tests/cpp/attention/relative_problem.h"
 #include "tests/cpp/fixtures.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::attention {
 namespace {
@@ -150,10 +151,7 @@ const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported) {{"AttentionWithRelativeTables[" #name "]", [] { RunTable(CpuIsa::id); }}},
   static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
-  }
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace

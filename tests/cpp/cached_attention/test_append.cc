@@ -12,6 +12,7 @@
 #include "tests/cpp/cached_attention/append_problem.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/memory.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::cached_attention {
 namespace {
@@ -157,10 +158,7 @@ const bool registered = [] {
    {"CacheAppendInStepsOfAnySize[" #name "]", [] { RunSteps(CpuIsa::id); }}},
   static constexpr Test kRows[][2] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
-  }
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fixtures.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::cached_attention {
 namespace {
@@ -424,11 +425,10 @@ TEST(CacheAttentionRefusesIllegalCounts) {
 // Registers the tests of each instruction set of this machine.
 const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported) \
-  {"CacheAttentionEqualsTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},
-  static constexpr Test kRows[] = {STOF_CPU_ISAS(STOF_TESTS)};
+  {{"CacheAttentionEqualsTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }}},
+  static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  AllTests().insert(AllTests().end(), kRows, kRows + static_cast<int>(BestCpuIsa()) + 1);
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/attention/attention_problem.h"
 #include "tests/cpp/choose_blocks/choose_reference.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::attention {
 namespace {
@@ -332,6 +333,21 @@ void ChooseByRoundedPooling(CpuIsa isa) {
         totals.uncertain, " of ", totals.scored);
 }
 
+// Dense rows of one head.
+AttentionArgs OneHead(const std::vector<float>& query, const std::vector<float>& key, const std::vector<float>& value,
+                      int64_t size, std::vector<float>* output) {
+  const auto rows = [size](const std::vector<float>& of) { return static_cast<int64_t>(of.size()) / size; };
+  const auto view = [size](const std::vector<float>& of) {
+    const auto all = static_cast<int64_t>(of.size());
+    return TensorView{of.data(), {all, all, size}};
+  };
+  AttentionArgs args;
+  args.shape = {1, 1, 1, rows(query), rows(key), size, size};
+  args.query = view(query), args.key = view(key), args.value = view(value);
+  args.output.data = output->data(), args.output.stride = args.query.stride;
+  return args;
+}
+
 // Three of ten blocks count: the others are left out, but for the first one and those of the queries.
 void ChooseStatedShare(CpuIsa isa) {
   constexpr int64_t kBlocks = 20, kSize = 64, T = kBlock * kBlocks;
@@ -347,12 +363,7 @@ void ChooseStatedShare(CpuIsa isa) {
     for (size_t i = 0; i < key.size(); i += kSize) {
       key[i] = counts_much(static_cast<int64_t>(i) / kSize / kBlock) ? 40.0f : -40.0f;
     }
-    AttentionArgs args;
-    args.shape = {1, 1, 1, S, T, kSize, kSize};
-    args.query = {query.data(), {S * kSize, S * kSize, kSize}};
-    args.key = {key.data(), {T * kSize, T * kSize, kSize}};
-    args.value = {value.data(), {T * kSize, T * kSize, kSize}};
-    args.output.data = output.data(), args.output.stride = args.query.stride;
+    AttentionArgs args = OneHead(query, key, value, kSize, &output);
     args.scores.scale = 0.125f;
     args.scores.block_threshold = 0.01f;
     args.scores.diagonal.first = 2 * kBlock + 70;  // blocks 2 and 3 for the first query block
@@ -385,12 +396,7 @@ void KeepNan(CpuIsa isa) {
     std::vector<float> query(S * kSize, 1.0f), key(T * kSize, -2.0f), value(T * kSize, 1.0f), output(query.size());
     std::fill_n(key.begin(), kBlock * kSize, 2.0f);
     key[static_cast<size_t>(nan * kSize)] = std::numeric_limits<float>::quiet_NaN();
-    AttentionArgs args;
-    args.shape = {1, 1, 1, S, T, kSize, kSize};
-    args.query = {query.data(), {S * kSize, S * kSize, kSize}};
-    args.key = {key.data(), {T * kSize, T * kSize, kSize}};
-    args.value = {value.data(), {T * kSize, T * kSize, kSize}};
-    args.output.data = output.data(), args.output.stride = args.query.stride;
+    AttentionArgs args = OneHead(query, key, value, kSize, &output);
     args.scores.block_threshold = 0.5f;
     CpuAttentionConfig config = ChooseCpuAttention(args, 1);
     config.isa = isa;
@@ -413,12 +419,7 @@ void ChooseAndSkip(CpuIsa isa) {
   }
   for (size_t i = 0; i < query.size(); i += kSize) query[i] = 8;
   for (size_t i = 0; i < key.size(); i += kSize) key[i] = static_cast<float>(i / kSize / kBlock % 4) * 6 - 9;
-  AttentionArgs args;
-  args.shape = {1, 1, 1, S, T, kSize, kSize};
-  args.query = {query.data(), {S * kSize, S * kSize, kSize}};
-  args.key = {key.data(), {T * kSize, T * kSize, kSize}};
-  args.value = {value.data(), {T * kSize, T * kSize, kSize}};
-  args.output.data = output.data(), args.output.stride = args.query.stride;
+  AttentionArgs args = OneHead(query, key, value, kSize, &output);
   args.scores.scale = 0.125f;
   CpuAttentionConfig config = ChooseCpuAttention(args, 1);
   config.isa = isa, config.m = 128, config.n = 128;
@@ -445,10 +446,7 @@ const bool registered = [] {
    {"ChosenBlocksSkipByScore[" #name "]", [] { ChooseAndSkip(CpuIsa::id); }}},
   static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
-  }
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "plugins/core/mask/cached_mask.h"
 #include "tests/cpp/attention/attention_problem.h"
 #include "tests/cpp/choose_blocks/choose_reference.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::attention {
 namespace {
@@ -334,10 +335,7 @@ const bool registered = [] {
    {"PagesChooseLikeContiguousKeys[" #name "]", [] { ChooseInPages(CpuIsa::id); }}},
   static constexpr Test kRows[][3] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
-  }
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace

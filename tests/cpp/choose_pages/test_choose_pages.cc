@@ -18,6 +18,7 @@
 #include "plugins/core/ops/cached_attention/chosen_pages.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::choose_pages {
 namespace {
@@ -341,10 +342,7 @@ const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported) {{"ChosenPagesEqualTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }}},
   static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
-  }
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace

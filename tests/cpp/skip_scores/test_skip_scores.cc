@@ -14,6 +14,7 @@
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/attention/relative_problem.h"
 #include "tests/cpp/skip_scores/skip_reference.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::attention {
 namespace {
@@ -405,10 +406,7 @@ const bool registered = [] {
    {"PagesSkipLikeContiguousKeys[" #name "]", [] { SkipInPages(CpuIsa::id); }}},
   static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    AllTests().insert(AllTests().end(), std::begin(kRows[isa]), std::end(kRows[isa]));
-  }
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 }  // namespace
