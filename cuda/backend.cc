@@ -26,6 +26,7 @@
 #include "cuda/packed_sequences/move_rows.h"
 #include "cuda/paged_attention/append.h"
 #include "cuda/sparse_mlp/run.h"
+#include "plugins/core/contract/chosen_blocks.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/hash.h"
 
@@ -247,7 +248,7 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
                        args.scores.relative_query.given(),
                        args.scores.sink.data != nullptr,
                        args.scores.skip_threshold > 0.0f,
-                       args.scores.block_threshold > 0.0f,
+                       ChoosesBlocks(args),
                        args.output.lse != nullptr,
                        pad != nullptr,
                        mask.parts.fixed.empty(),

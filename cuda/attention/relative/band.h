@@ -60,7 +60,7 @@ STOF_HD constexpr uint32_t RingPair(int row) {
 // The same pair, of one that is less than 2 kPairs.
 template <int kPairs>
 STOF_HD constexpr uint32_t NextInRing(uint32_t pair) {
-  if (kPairs % 2 == 0 && (kPairs & (kPairs - 1)) == 0) return pair & (kPairs - 1);
+  if ((kPairs & (kPairs - 1)) == 0) return pair & (kPairs - 1);
   return pair < kPairs ? pair : pair - kPairs;
 }
 

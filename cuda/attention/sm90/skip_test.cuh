@@ -60,12 +60,6 @@ class SkipTest {
   }
 
  private:
-  static __device__ __forceinline__ float MaxOrNan(float x, float y) {
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
-    return most;
-  }
-
   static constexpr float kLowestFloat = -0x1.fffffep127f;
   const float distance_;
   float limits_[2];  // scores below can be left out
