@@ -75,42 +75,21 @@ cudaGraphNode_t LastNode(cudaStream_t stream) {
   return nodes[0];
 }
 
-// Microseconds of a call in a graph, without its last kernel where so asked: the median of replays for 0.4 s.
+// Microseconds of a call in a graph, without its last kernel where so asked.
 double Time(const Problem& problem, bool without_last = false) {
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  Queue(problem, stream);
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  Queue(problem, stream);
-  const cudaGraphNode_t last = LastNode(stream);
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  if (without_last) CHECK_CUDA(cudaGraphDestroyNode(last));
-  CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin = nullptr, end = nullptr;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  std::vector<float> times;
-  float sum = 0;
-  while (sum < 400 || times.size() < 10) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(executable, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    times.push_back(ms), sum += ms;
-  }
-  CHECK_CUDA(cudaEventDestroy(begin));
-  CHECK_CUDA(cudaEventDestroy(end));
-  CHECK_CUDA(cudaGraphExecDestroy(executable));
-  CHECK_CUDA(cudaGraphDestroy(graph));
+  const auto run = [&] { Queue(problem, stream); };
+  const auto end_capture = [without_last](cudaStream_t captured) {
+    const cudaGraphNode_t last = LastNode(captured);
+    const cudaGraph_t graph = EndCapture(captured);
+    if (without_last) CHECK_CUDA(cudaGraphDestroyNode(last));
+    return graph;
+  };
+  double us = TimeGraph(stream, 1, run, 8, end_capture);
+  us = TimeGraph(stream, 1, run, static_cast<int>(std::clamp(4e5 / us, 8.0, 2000.0)), end_capture);
   CHECK_CUDA(cudaStreamDestroy(stream));
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
-  std::nth_element(times.begin(), middle, times.end());
-  return 1e3 * static_cast<double>(*middle);
+  return us;
 }
 
 double KeptShare(const Problem& problem) {

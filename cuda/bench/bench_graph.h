@@ -20,17 +20,24 @@
     }                                                                                      \
   } while (0)
 
+inline cudaGraph_t EndCapture(cudaStream_t stream) {
+  cudaGraph_t graph = nullptr;
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  return graph;
+}
+
 // Microseconds of what `run` queues on the stream, one of `calls` in a graph: the median of 60 replays after 20 (of
-// other numbers of replays, so many in a quarter). It is called once outside of the graph before.
-template <typename Run>
-double TimeGraph(cudaStream_t stream, int calls, const Run& run, int replays = 80) {
+// other numbers of replays, so many in a quarter). It is called once outside of the graph before. end_capture:
+// gives the graph that the stream has captured.
+template <typename Run, typename End = decltype(&EndCapture)>
+double TimeGraph(cudaStream_t stream, int calls, const Run& run, int replays = 80,
+                 const End& end_capture = EndCapture) {
   run();
   CHECK_CUDA(cudaStreamSynchronize(stream));
-  cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
   CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   for (int i = 0; i < calls; ++i) run();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  const cudaGraph_t graph = end_capture(stream);
   CHECK_CUDA(cudaGraphInstantiate(&executable, graph, 0));
   cudaEvent_t begin = nullptr, end = nullptr;
   CHECK_CUDA(cudaEventCreate(&begin));
