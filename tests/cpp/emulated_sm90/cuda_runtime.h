@@ -16,6 +16,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "tests/cpp/emulated_lanes/lanes.h"
 #include "tests/cpp/emulated_sm90/cuda.h"
 
 #define __device__
@@ -41,28 +42,7 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 namespace stof::test::emulated_sm90 {
 
-// A barrier of `count` threads.
-class Rendezvous {
- public:
-  explicit Rendezvous(int count) : count_(count) {}
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int64_t turn = turn_;
-    if (++arrived_ == count_) {
-      arrived_ = 0, ++turn_;
-      all_.notify_all();
-      return;
-    }
-    all_.wait(lock, [&] { return turn_ != turn; });
-  }
-
- private:
-  const int count_;
-  int arrived_ = 0;
-  int64_t turn_ = 0;
-  std::mutex mutex_;
-  std::condition_variable all_;
-};
+using emulated::Rendezvous;
 
 struct Warp {
   Rendezvous lanes{32};

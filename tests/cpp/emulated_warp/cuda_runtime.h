@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/cpp/emulated_lanes/lanes.h"
+
 #define __device__
 #define __forceinline__ inline
 #define STOF_CUDA_COMMON_MMA_SM80_CUH_
@@ -32,10 +34,6 @@ namespace stof::test::emulated {
 class Warp {
  public:
   static constexpr int kLanes = 32;
-  struct Slot {
-    float value = 0.0f;
-    uint32_t a[4] = {}, b[2] = {};
-  };
 
   // Runs a function of the lane in each lane.
   static void Run(const std::function<void(int lane)>& function) {
@@ -59,24 +57,9 @@ class Warp {
     return lane;
   }
 
-  // Waits for all lanes.
-  void Sync() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int64_t turn = turn_;
-    if (++arrived_ == kLanes) {
-      arrived_ = 0, ++turn_;
-      all_.notify_all();
-      return;
-    }
-    all_.wait(lock, [&] { return turn_ != turn; });
-  }
-  Slot slots[kLanes];
-
- private:
-  std::mutex mutex_;
-  std::condition_variable all_;
-  int arrived_ = 0;
-  int64_t turn_ = 0;
+  Rendezvous lanes{kLanes};
+  float values[kLanes] = {};
+  Fragments fragments[kLanes];
 };
 
 // What address 0 of shared memory is. Set while no warp runs.
@@ -85,32 +68,25 @@ inline const unsigned char*& SharedMemory() {
   return memory;
 }
 
-inline float ElementOf(uint32_t word, int i) {  // bf16
-  const uint32_t bits = (word >> 16 * i) << 16;
-  float x = 0.0f;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
 }  // namespace stof::test::emulated
 
 using std::max;
 using std::min;
 inline float __shfl_sync(unsigned, float value, int source) {
   auto& warp = *stof::test::emulated::Warp::Current();
-  warp.slots[stof::test::emulated::Warp::Lane()].value = value;
-  warp.Sync();
-  const float got = warp.slots[source].value;
-  warp.Sync();
+  warp.values[stof::test::emulated::Warp::Lane()] = value;
+  warp.lanes.Wait();
+  const float got = warp.values[source];
+  warp.lanes.Wait();
   return got;
 }
 inline int __all_sync(unsigned, bool value) {
   auto& warp = *stof::test::emulated::Warp::Current();
-  warp.slots[stof::test::emulated::Warp::Lane()].value = value ? 1.0f : 0.0f;
-  warp.Sync();
+  warp.values[stof::test::emulated::Warp::Lane()] = value ? 1.0f : 0.0f;
+  warp.lanes.Wait();
   bool all = true;
-  for (const auto& slot : warp.slots) all = all && slot.value != 0.0f;
-  warp.Sync();
+  for (const float x : warp.values) all = all && x != 0.0f;
+  warp.lanes.Wait();
   return all ? 1 : 0;
 }
 inline void __syncwarp() {}
@@ -142,24 +118,14 @@ inline void LoadShared(uint32_t (&r)[4], uint32_t address) {
 
 template <typename T>
 void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  using test::emulated::ElementOf;
   auto& warp = *test::emulated::Warp::Current();
   const int lane = test::emulated::Warp::Lane();
-  auto& own = warp.slots[lane];
+  auto& own = warp.fragments[lane];
   std::copy_n(a, 4, own.a);
   own.b[0] = b0, own.b[1] = b1;
-  warp.Sync();
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
-    for (int k = 0; k < 16; ++k) {
-      // Row 8 r + g, column 8 c + 2 t + i of A is element i of word 2 c + r of lane 4 g + t.
-      const float x = ElementOf(warp.slots[row % 8 * 4 + k % 8 / 2].a[k / 8 * 2 + row / 8], k % 2);
-      // Row 8 r + 2 t + i, column g of B is element i of word r of lane 4 g + t.
-      const float y = ElementOf(warp.slots[column * 4 + k % 8 / 2].b[k / 8], k % 2);
-      c[e] += x * y;
-    }
-  }
-  warp.Sync();
+  warp.lanes.Wait();
+  test::emulated::MultiplyFragments(warp.fragments, lane, c);
+  warp.lanes.Wait();
 }
 
 }  // namespace cuda

@@ -356,7 +356,7 @@ void CheckWhole(const std::string& text, int64_t S, int64_t T, int64_t P, int64_
     const cuda::GlobalWindow<kHead> rows(cuda::WindowRows<kPairs>(band, static_cast<int>(h), scores.First(), lane));
     if (!own.is_band) {
       for (int row = 0; row < N; row += 16) cuda::MultiplyPartRows<EmulatedBf16>(multiply, h, row, lane);
-      emulated::Warp::Current()->Sync();
+      emulated::Warp::Current()->lanes.Wait();
       scores.AddParts(part, of_keys, 1.0f, s);
     } else if (of_keys) {
       const auto read_keys = [&](int k, int j, uint32_t (&b)[4]) {

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/cpp/emulated_lanes/lanes.h"
+
 #define __device__
 #define __forceinline__ inline
 #define STOF_CUDA_COMMON_LAUNCH_CUH_
@@ -28,35 +30,12 @@ inline thread_local uint3 threadIdx = {0, 0, 0}, blockIdx = {0, 0, 0};
 
 namespace stof::test::emulated_sm80 {
 
-// Waits for so many threads.
-class Barrier {
- public:
-  explicit Barrier(int count) : count_(count) {}
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int64_t turn = turn_;
-    if (++arrived_ == count_) {
-      arrived_ = 0, ++turn_;
-      all_.notify_all();
-      return;
-    }
-    all_.wait(lock, [&] { return turn_ != turn; });
-  }
-
- private:
-  const int count_;
-  std::mutex mutex_;
-  std::condition_variable all_;
-  int arrived_ = 0;
-  int64_t turn_ = 0;
-};
+using emulated::Rendezvous;
 
 struct Warp {
-  Barrier barrier{32};
+  Rendezvous barrier{32};
   uint32_t slots[32] = {};
-  struct Fragments {
-    uint32_t a[4], b[2];
-  } fragments[32] = {};
+  emulated::Fragments fragments[32];
 };
 
 class Cta {
@@ -88,7 +67,7 @@ class Cta {
     std::copy_n(warp.slots, 32, values);
     warp.barrier.Wait();
   }
-  Barrier barrier;
+  Rendezvous barrier;
 
  private:
   explicit Cta(int threads) : barrier(threads) {
@@ -197,16 +176,7 @@ static void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
   std::copy_n(a, 4, own.a);
   own.b[0] = b0, own.b[1] = b1;
   warp.barrier.Wait();
-  const auto element = [](uint32_t word, int i) { return __uint_as_float(word >> 16 * i << 16); };
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
-    for (int k = 0; k < 16; ++k) {
-      // Row 8 r + g, column 8 c + 2 t + i of A is element i of word 2 c + r of lane 4 g + t; of B, row 8 r + 2 t + i
-      // and column g are element i of word r of that lane.
-      c[e] += element(warp.fragments[row % 8 * 4 + k % 8 / 2].a[k / 8 * 2 + row / 8], k % 2) *
-              element(warp.fragments[column * 4 + k % 8 / 2].b[k / 8], k % 2);
-    }
-  }
+  test::emulated::MultiplyFragments(warp.fragments, lane, c);
   warp.barrier.Wait();
 }
 
