@@ -19,7 +19,7 @@
 #include "cuda/mask/stacked_mask.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/mask/block_mask_builder.h"
-#include "tests/cpp/fake_cuda.h"
+#include "tests/cpp/fake_cuda/fake_cuda.h"
 #include "tests/cpp/mask/random_expr.h"
 
 namespace stof::test {

@@ -8,7 +8,7 @@
 
 #include "cuda/common/stream_memory.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/fake_cuda.h"
+#include "tests/cpp/fake_cuda/fake_cuda.h"
 
 namespace stof::test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/cpp/fake_cuda.h"
+#include "tests/cpp/fake_cuda/fake_cuda.h"
 
 #include <cuda_runtime.h>
 

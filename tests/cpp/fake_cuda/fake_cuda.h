@@ -2,8 +2,8 @@
 // The part of the CUDA runtime that masks and counters use, without a device: linked in place of libcudart. Device
 // memory is the host's, so that tests can read it and AddressSanitizer finds accesses beyond it; fresh memory holds
 // 0xaa. Streams work when somebody waits for them, as late as a device may.
-#ifndef STOF_TESTS_CPP_FAKE_CUDA_H_
-#define STOF_TESTS_CPP_FAKE_CUDA_H_
+#ifndef STOF_TESTS_CPP_FAKE_CUDA_FAKE_CUDA_H_
+#define STOF_TESTS_CPP_FAKE_CUDA_FAKE_CUDA_H_
 
 #include <cuda_runtime.h>
 
@@ -83,4 +83,4 @@ void FailEach(const std::map<std::string, std::string>& wants, const std::functi
 void InThreads(size_t threads, const std::function<Status(size_t thread)>& run);
 
 }  // namespace stof::test::fake
-#endif  // STOF_TESTS_CPP_FAKE_CUDA_H_
+#endif  // STOF_TESTS_CPP_FAKE_CUDA_FAKE_CUDA_H_
