@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/cached_attention/append.h"
+#include "cpu/cached_attention/head_row.h"
 #include "cpu/kernel_table.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/quantized.h"
@@ -13,15 +14,6 @@
 namespace stof {
 namespace cpu {
 namespace {
-
-// A row of at most a head in fp32 (query, key, norm weight, cos, sin), padded to whole vectors by zeros.
-struct HeadRow {
-  alignas(64) float x[kLargestHead];
-  void Load(const void* from, DType dtype, int64_t count) {
-    ToFloats(from, dtype, count, x);
-    for (int64_t i = count; i < kLargestHead && i % kWidth != 0; ++i) x[i] = 0.0f;
-  }
-};
 
 // x / sqrt(mean(x^2) + epsilon) * weight
 inline void Normalize(const HeadRow& weight, int64_t size, float epsilon, HeadRow* row) {

@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "cpu/kernel_table.h"
-#include "cpu/parallel_for.h"
 #include "plugins/core/base/integers.h"
+#include "plugins/core/base/parallel_for.h"
 
 namespace stof {
 namespace {
@@ -56,7 +56,7 @@ void CpuScorePages(const AttentionArgs& args, const PageSpan* spans, int64_t pag
   int64_t scored = 0;
   for (int64_t head = 0; head < args.shape.B * G; ++head) scored += spans[head].last - spans[head].first;
   const int64_t bytes = scored * 2 * args.shape.D * SizeOf(args.shape.dtype);
-  cpu::ParallelFor(parallel, args.shape.B * G * chunks, bytes / kBytesPerWorker, [&](int64_t item, int64_t) {
+  ParallelFor(parallel, args.shape.B * G * chunks, bytes / kBytesPerWorker, [&](int64_t item, int64_t) {
     const int64_t head = item / chunks, from = item % chunks * kPagesPerItem;
     const int64_t first = std::max<int64_t>(spans[head].first, from);
     const int64_t last = std::min<int64_t>(spans[head].last, from + kPagesPerItem);

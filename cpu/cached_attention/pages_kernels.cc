@@ -2,6 +2,7 @@
 // Key bounds of a page, and page scores: upper bounds of the scores of its keys.
 #include <cstdint>
 
+#include "cpu/cached_attention/head_row.h"
 #include "cpu/cached_attention/pages.h"
 #include "cpu/kernel_table.h"
 #include "cpu/simd/algorithms.h"
@@ -14,15 +15,6 @@ namespace {
 
 constexpr float kInf = __builtin_inff();
 constexpr int kQueryRows = 4;  // that share a pass over the key bounds of a page
-
-// A row of at most a head in fp32, padded to whole vectors by zeros.
-struct HeadRow {
-  alignas(64) float x[kLargestHead];
-  void Load(const void* from, DType dtype, int64_t count) {
-    ToFloats(from, dtype, count, x);
-    for (int64_t i = count; i < RoundUp(count, kWidth); ++i) x[i] = 0.0f;
-  }
-};
 
 void FindBounds(const void* keys, DType dtype, int64_t rows, int64_t D, void* to) {
   HeadRow row, least, most;

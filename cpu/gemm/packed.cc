@@ -10,8 +10,8 @@
 #include <new>
 
 #include "cpu/kernel_table.h"
-#include "cpu/parallel_for.h"
 #include "plugins/core/base/integers.h"
+#include "plugins/core/base/parallel_for.h"
 
 namespace stof {
 namespace {
@@ -59,7 +59,7 @@ bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_
 }
 
 size_t CpuPackedGemmWorkspace(int threads) {
-  return static_cast<size_t>(std::clamp<int64_t>(threads, 1, cpu::kMostTasks) * cpu::kPackedFloats) * sizeof(float);
+  return static_cast<size_t>(std::clamp<int64_t>(threads, 1, kMostTasks) * cpu::kPackedFloats) * sizeof(float);
 }
 
 void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weights, void* workspace,
@@ -79,7 +79,7 @@ void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
                       static_cast<double>(problem.K);
   const auto tasks = static_cast<int64_t>(std::min(work / kTaskOperations, 1e6)) + 1;
   // A task's own blocks in their order: it prefetches its own panels, and its rows of a stay in its cache.
-  cpu::ParallelFor(parallel, blocks * panels, tasks, [&](int64_t i, int64_t task) {
+  ParallelFor(parallel, blocks * panels, tasks, [&](int64_t i, int64_t task) {
     float* const own = static_cast<float*>(workspace) + task * cpu::kPackedFloats;
     kernels.run(problem, i / panels * problem.block, i % panels, own);
   });

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "cpu/kernel_table.h"
-#include "cpu/parallel_for.h"
 #include "plugins/core/base/integers.h"
+#include "plugins/core/base/parallel_for.h"
 
 namespace stof {
 namespace {
@@ -16,7 +16,6 @@ using cpu::kMlpNeurons;
 using cpu::kMlpPadding;
 using cpu::kMlpTokens;
 using cpu::MlpBlock;
-using cpu::ParallelFor;
 using cpu::SparseMlpKernels;
 
 constexpr int64_t kTaskBytes = 64 << 10;   // of weights that a task reads, or values that it selects: a few us

@@ -333,8 +333,12 @@ TEST(ChosenPagesOfEqualScoresAreTheFirst) {
   CHECK(choose(scores) == "1 7 17 ", choose(scores));
   scores[9] = nan;
   CHECK(choose(scores) == "7 9 17 ", choose(scores));
+  scores[3] = scores[4] = scores[5] = std::numeric_limits<float>::infinity();  // behind a NaN
+  CHECK(choose(scores) == "3 4 9 ", choose(scores));
+  scores[8] = scores[10] = scores[11] = nan;
+  CHECK(choose(scores) == "8 9 10 ", choose(scores));
   scores[0] = scores[18] = scores[19] = 100;  // always attended, on top of the three
-  CHECK(choose(scores) == "7 9 17 ", choose(scores));
+  CHECK(choose(scores) == "8 9 10 ", choose(scores));
 }
 
 // Registers the tests of each instruction set of this machine.

@@ -2,12 +2,10 @@
 #include "plugins/core/ops/cached_attention/chosen_pages.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <functional>
-#include <limits>
 
 #include "plugins/core/base/integers.h"
+#include "plugins/core/base/parallel_for.h"
 
 namespace stof {
 namespace {
@@ -17,8 +15,8 @@ constexpr int64_t kLeastTile = 32;
 // KV heads that are worth a thread of their own: a choice among fewer pages takes less than waking one.
 constexpr int64_t kPagesPerWorker = 4096;
 
-// A NaN comes before all numbers.
-float Rank(float score) { return std::isnan(score) ? std::numeric_limits<float>::infinity() : score; }
+// Whether a page with this score is taken before one with the other: a NaN comes before all numbers.
+bool IsBefore(float score, float other) { return std::isnan(score) ? !std::isnan(other) : score > other; }
 
 }  // namespace
 
@@ -121,37 +119,25 @@ void ChosenPages::ChooseOfHead(int64_t head, const float* scores, float* memory)
   uint8_t* const states = StatesOf(head);
   float* end = memory;
   for (int64_t page = span.first; page < span.last; ++page) {
-    if (states[page] == kCandidate) *end++ = Rank(scores[page]);
+    if (states[page] == kCandidate) *end++ = scores[page];
   }
   // All pages above the k-th largest score, and the first ones of those that have it.
-  std::nth_element(memory, memory + step_.chosen - 1, end, std::greater<float>());
+  std::nth_element(memory, memory + step_.chosen - 1, end, IsBefore);
   const float least = memory[step_.chosen - 1];
-  int64_t equal = std::count(memory, memory + step_.chosen, least);
+  int64_t equal =
+      std::count_if(memory, memory + step_.chosen, [least](float score) { return !IsBefore(score, least); });
   for (int64_t page = span.first; page < span.last; ++page) {
     if (states[page] != kCandidate) continue;
-    const float rank = Rank(scores[page]);
-    if (rank > least || (rank == least && equal-- > 0)) states[page] = kAttended;
+    if (IsBefore(least, scores[page])) continue;
+    if (IsBefore(scores[page], least) || equal-- > 0) states[page] = kAttended;
   }
 }
 
 void ChosenPages::Choose(const float* scores, float* memory, const Parallel& parallel) {
   const int64_t heads = step_.B * step_.G;
-  const int64_t workers = std::min({int64_t{parallel.threads}, heads, heads * pages_ / kPagesPerWorker});
-  const auto choose = [&](int64_t head) { ChooseOfHead(head, scores + head * pages_, memory + head * pages_); };
-  if (workers <= 1 || parallel.run == nullptr) {
-    for (int64_t head = 0; head < heads; ++head) choose(head);
-    return;
-  }
-  struct Loop {
-    const decltype(choose)& work;
-    int64_t heads;
-    std::atomic<int64_t> next{0};
-  } loop{choose, heads};
-  const auto run = [](void* user, size_t) {
-    auto& own = *static_cast<Loop*>(user);
-    for (int64_t head = own.next.fetch_add(1); head < own.heads; head = own.next.fetch_add(1)) own.work(head);
-  };
-  parallel.run(parallel.self, run, static_cast<size_t>(workers), &loop);
+  ParallelFor(parallel, heads, heads * pages_ / kPagesPerWorker, [&](int64_t head, int64_t /*task*/) {
+    ChooseOfHead(head, scores + head * pages_, memory + head * pages_);
+  });
 }
 
 int64_t ChosenPages::CountTiles(int64_t head, int64_t page, int64_t tile_keys) {

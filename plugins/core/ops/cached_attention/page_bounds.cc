@@ -86,9 +86,9 @@ bool MayLeaveOut(const CacheAppendArgs& append, const PageChoice& choice, const 
 Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool is_plan, const RunContext& context,
                    AttentionArgs* attention, HostChoice* chosen) {
   AttentionArgs& args = *attention;
-  chosen->step = StepOf(append, choice, args.kv.key_ends);
+  const ChoosingStep step = StepOf(append, choice, args.kv.key_ends);
   // A state, the score and its copy of each page.
-  const auto count = static_cast<size_t>(append.B * append.G * chosen->step.CountPages());
+  const auto count = static_cast<size_t>(append.B * append.G * step.CountPages());
   void *states = nullptr, *memory = nullptr;
   STOF_RETURN_IF_ERROR(context.Allocate(count, &states));
   STOF_RETURN_IF_ERROR(context.Allocate(2 * count * sizeof(float), &memory));
@@ -96,8 +96,7 @@ Status ChooseOnCpu(const CacheAppendArgs& append, const PageChoice& choice, bool
     chosen->planned.resize(count);
     states = chosen->planned.data();
   }
-  chosen->pages =
-      std::make_unique<ChosenPages>(*args.mask.fixed.elements(), chosen->step, static_cast<uint8_t*>(states));
+  chosen->pages = std::make_unique<ChosenPages>(*args.mask.fixed.elements(), step, static_cast<uint8_t*>(states));
   ChosenPages& pages = *chosen->pages;
   args.kv.choice = choice;
   if (is_plan) {

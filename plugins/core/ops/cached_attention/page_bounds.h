@@ -33,7 +33,6 @@ PageChoice ChoiceOf(const CacheAppendArgs& args, int64_t chosen_pages);
 
 // The pages that a step on the CPU attends. It must stay where it is.
 struct HostChoice {
-  ChoosingStep step;
   std::vector<uint8_t> planned;  // memory of plans, whose contexts give none
   std::unique_ptr<ChosenPages> pages;
 };

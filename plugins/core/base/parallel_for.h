@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A parallel loop with work stealing.
-#ifndef STOF_CPU_PARALLEL_FOR_H_
-#define STOF_CPU_PARALLEL_FOR_H_
+#ifndef STOF_PLUGINS_CORE_BASE_PARALLEL_FOR_H_
+#define STOF_PLUGINS_CORE_BASE_PARALLEL_FOR_H_
 
 #include <algorithm>
 #include <atomic>
@@ -11,7 +11,6 @@
 #include "plugins/core/base/types.h"
 
 namespace stof {
-namespace cpu {
 
 constexpr int64_t kMostTasks = 64;
 
@@ -59,6 +58,5 @@ void ParallelFor(const Parallel& parallel, int64_t count, int64_t wanted_tasks, 
       static_cast<size_t>(tasks), &loop);
 }
 
-}  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_PARALLEL_FOR_H_
+#endif  // STOF_PLUGINS_CORE_BASE_PARALLEL_FOR_H_
