@@ -15,7 +15,7 @@ from trained_runs import ALL, COUNT, LENGTH, NAMES, evaluate, measured_options, 
 
 import stof
 from stof.arguments.threshold_kinds import CHOOSE_BLOCKS, SKIP_SCORES, ThresholdSite
-from stof.runtime.skip_counts import leaves_out
+from stof.runtime.limits import leaves_out
 from stof.thresholds.layers import put_thresholds
 
 pytestmark = pytest.mark.skipif(
