@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 from skip_runs import inputs_options, run, simulate_limits
 from test_prompts import decoder
 
+import stof
 from stof.errors import VerifyError
 from stof.execution.case import Case, Padding
 from stof.execution.session_process import release_sessions
@@ -93,6 +94,9 @@ def test_the_report_says_what_is_not_verified(
     line = f"NOT VERIFIED with STOF_SKIP_SCORES=0: {report['unverified']}"
     assert line in capsys.readouterr().out
     assert line in page.read_text()
+    summary = stof.optimize(model, target, sparsify=spec).summary()
+    assert "; verified without what --sparsify leaves out at run time" in summary
+    capsys.readouterr()
     assert run(tmp_path, model, spec, "--no-verify")[2]["unverified"] == ""
     assert "NOT VERIFIED" not in capsys.readouterr().out
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from stof.choose_pages.layers import count_pages, find_page_layers, put_pages
 from stof.errors import StofError, UnsupportedError, explained
 from stof.graph.index import DOMAIN
 from stof.graph.inline import inline
@@ -91,6 +90,8 @@ class StageMemory:
         spec = self._job.run_time_masks
         if spec is None or not spec.pages_clauses:
             return model
+        from stof.choose_pages.layers import find_page_layers, put_pages
+
         layers = find_page_layers(model, spec)
         return model if all(x.reason for x in layers) else put_pages(model, layers)
 
@@ -98,7 +99,10 @@ class StageMemory:
         assert self._sizes is not None
         is_widened = not self._job.target.uses_cuda_provider
         sizes = dict(self._sizes.by_name)
-        sizes |= count_pages(model, TensorSizes(symbolic, sizes).shape)
+        if self._job.run_time_masks is not None:
+            from stof.choose_pages.layers import count_pages
+
+            sizes |= count_pages(model, TensorSizes(symbolic, sizes).shape)
         found = estimate_peak(model, symbolic, sizes, self._sizes.batches, is_widened=is_widened)
         finder = TensorReasons(model.graph, [t.name for t in found.quadratic], reasons)
         by_name = {t.name: finder.find(t.name) for t in found.quadratic}
