@@ -77,6 +77,8 @@ def _run_on_threads(arguments: argparse.Namespace, threads: int) -> int:
             return _decode(arguments, threads)
         case "sparse-mlp":
             return _sparse_mlp(arguments, threads)
+        case "run-time-masks":
+            return _run_time_masks(arguments, threads)
         case "sites":
             return _sites(arguments, threads)
         case "texts":
@@ -160,6 +162,18 @@ def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
         record = measure_point(problem, sparse_mlp.CANDIDATES, device, arguments.rounds)
         store(arguments.results / "sparse-mlp-cpu.json", record)
         say(*sparse_mlp.describe_record(record))
+        untimed += _lacks_times(record)
+    return 3 if untimed else 0
+
+
+def _run_time_masks(arguments: argparse.Namespace, threads: int) -> int:
+    from bench.cpu import run_time_masks
+
+    device, untimed = CpuDevice(threads), 0
+    for point in run_time_masks.grid(arguments.kinds, arguments.lengths, arguments.shares, arguments.rows):
+        record = measure_point(point.problem(), run_time_masks.CANDIDATES, device, arguments.rounds)
+        store(arguments.results / "run-time-masks-cpu.json", record)
+        say(*run_time_masks.describe_record(record))
         untimed += _lacks_times(record)
     return 3 if untimed else 0
 

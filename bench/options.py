@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.core.clone import RESULTS
-from bench.cpu import cases, sparse_mlp
+from bench.cpu import cases, run_time_masks, sparse_mlp
 from bench.decoder import mlp_models
 from bench.gpu.cases import GRIDS
 from bench.texts import text_models
@@ -30,6 +30,7 @@ def make_parser() -> Parser:
     _add_attention(commands)
     _add_decode(commands)
     _add_sparse_mlp(commands)
+    _add_run_time_masks(commands)
     _add_sites(commands)
     _add_model(commands)
     _add_texts(commands)
@@ -88,6 +89,19 @@ def _add_sparse_mlp(commands: Commands) -> None:
     mlp.add_argument("--tokens", nargs="+", type=int, default=None, metavar="T", help="default: 1, 4, 16")
     mlp.add_argument("--densities", nargs="+", type=float, default=None, metavar="D", help="0 to 1; default: all")
     _add_runs(mlp, threads=[1, 2])
+
+
+def _add_run_time_masks(commands: Commands) -> None:
+    masks = commands.add_parser(
+        "run-time-masks", help="what --sparsify leaves out at run time, beside every key, on a CPU"
+    )
+    masks.add_argument("--kinds", nargs="+", choices=run_time_masks.KINDS, default=None, help="default: all")
+    masks.add_argument("--lengths", nargs="+", type=int, default=None, metavar="T", help="default: two of each kind")
+    masks.add_argument(
+        "--shares", nargs="+", type=float, default=None, metavar="X", help="0 to 1; of blocks that decide or pages"
+    )
+    masks.add_argument("--rows", nargs="+", type=int, default=None, metavar="N", help="of a page; default: 16, 64")
+    _add_runs(masks, threads=[1, 2])
 
 
 def _add_sites(commands: Commands) -> None:

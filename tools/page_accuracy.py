@@ -9,65 +9,33 @@ their means. In fp32 NumPy, since the model has no KV cache of its own.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models" / "trained"))
-from retrieval_models import FOLDER, read_weights
+from retrieval_models import HEADS
+from retrieval_numpy import SCALE, Model
 from retrieval_texts import ANSWER, draw_prompts
 
-HEADS, SIZE, ROTATED, BASE = 2, 64, 16, 10000.0
 
-
-class Model:
-    """The causal model, one text at a time."""
-
-    def __init__(self) -> None:
-        self.weights = read_weights(FOLDER / "prompts.npz")
-        self.layers = sum(k.endswith("qkv.weight") for k in self.weights)
-
-    def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.weights[f"{name}.weight"]
-
-    def _rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """x: [S, H, D]."""
-        half = ROTATED // 2
-        angles = (positions[:, None] * BASE ** (-np.arange(half) / half))[:, None].astype(np.float32)
-        a, b, rest = x[..., :half], x[..., half:ROTATED], x[..., ROTATED:]
-        c, s = np.cos(angles), np.sin(angles)
-        return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
-
-    def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Bytes joined with those before, [S, hidden]."""
-        kernel = self.weights["conv.weight"]  # [out, in, taps]
-        rows = np.pad(self.weights["embedding.weight"][ids], ((kernel.shape[2] - 1, 0), (0, 0)))
-        return sum(rows[t : t + len(ids)] @ kernel[:, :, t].T for t in range(kernel.shape[2]))
-
-    def run(self, x: np.ndarray, first: int, caches: list[list[np.ndarray]], allowed) -> np.ndarray:
-        """Logits of rows [S, hidden] from position ``first`` on; caches get their keys and values [S, H, D]."""
-        positions = first + np.arange(len(x))
-        for layer in range(self.layers):
-            name = f"blocks.{layer}"
-            packed = self._norm(f"{name}.attention_norm", x) @ self.weights[f"{name}.qkv.weight"].T
-            q, k, v = (p.reshape(-1, HEADS, SIZE) for p in np.split(packed, 3, 1))
-            q, k = self._rotate(q, positions), self._rotate(k, positions)
-            cache = caches[layer]
-            cache[:] = [np.concatenate([old, new]) for old, new in zip(cache, (k, v), strict=True)] if cache else [k, v]
-            out = np.empty_like(q)
-            for h in range(HEADS):
-                keys, values = cache[0][:, h], cache[1][:, h]
-                scores = q[:, h] @ keys.T / math.sqrt(SIZE)
-                scores[~allowed(q[:, h], keys, positions)] = -np.inf
-                weights = np.exp(scores - scores.max(-1, keepdims=True))
-                out[:, h] = weights / weights.sum(-1, keepdims=True) @ values
-            x = x + out.reshape(len(x), -1) @ self.weights[f"{name}.out.weight"].T
-            up = self._norm(f"{name}.mlp_norm", x) @ self.weights[f"{name}.up.weight"].T
-            x = x + (up / (1 + np.exp(-up))) @ self.weights[f"{name}.down.weight"].T
-        return self._norm("norm", x) @ self.weights["head.weight"].T
+def run(model: Model, x: np.ndarray, first: int, caches: list[list[np.ndarray]], allowed) -> np.ndarray:
+    """Logits of rows [S, hidden] from position ``first`` on; caches get their keys and values [H, S, D]."""
+    positions = first + np.arange(len(x))
+    for layer in range(model.layers):
+        q, *new = model.project(layer, x, first)
+        cache = caches[layer]
+        cache[:] = [np.concatenate([old, rows], 1) for old, rows in zip(cache, new, strict=True)] if cache else new
+        out = np.empty_like(q)
+        for h in range(HEADS):
+            keys, values = cache[0][h], cache[1][h]
+            scores = q[h] @ keys.T * np.float32(SCALE)
+            scores[~allowed(q[h], keys, positions)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[h] = weights / weights.sum(-1, keepdims=True) @ values
+        x = model.finish(layer, x, out)
+    return model.logits(x)
 
 
 def causal(query: np.ndarray, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -102,7 +70,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--rows", type=int, default=64)
     a = parser.parse_args()
-    model, rng = Model(), np.random.default_rng(5)
+    model, rng = Model("prompts"), np.random.default_rng(5)
     pages = -(-a.length // a.rows)
     shares = {0.05: 0, 0.1: 0, 0.25: 0}
     variants = [("all", 0, 0.0), *((rule, max(1, round(s * pages)), s) for rule in ("bounds", "means") for s in shares)]
@@ -112,12 +80,12 @@ def main() -> None:
         ids, answer = texts.ids[0], texts.answers[0]
         x, start = model.embed(ids), a.length - ANSWER - 1  # of the byte before the answer
         prompt: list[list[np.ndarray]] = [[] for _ in range(model.layers)]
-        model.run(x[:start], 0, prompt, causal)
+        run(model, x[:start], 0, prompt, causal)
         for variant in variants:
             rule, chosen, _ = variant
             allowed = causal if rule == "all" else best_pages(chosen, a.rows, rule)
             caches = [list(c) for c in prompt]
-            found = [int(model.run(x[t : t + 1], t, caches, allowed)[0].argmax()) for t in (start, start + 1)]
+            found = [int(run(model, x[t : t + 1], t, caches, allowed)[0].argmax()) for t in (start, start + 1)]
             right[variant] += found == answer.tolist()
     for (rule, chosen, share), count in right.items():
         print(f"{rule}: {chosen} of {pages} pages of {a.rows} rows ({share:.0%}): {100 * count / a.texts:.1f} % right")

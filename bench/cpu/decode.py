@@ -18,6 +18,7 @@ from bench.core.problem import AttentionProblem
 from bench.cpu.problem import TOLERANCE
 from stof.bench.results import Record
 from stof.bench.sessions import session
+from stof.cached_attention.site import OP_INPUTS, PAST_BOUNDS, PRESENT_BOUNDS
 
 _HEADS = 32
 _LEAST_LAYERS = 8
@@ -206,18 +207,37 @@ def _group_query(problem: DecodeProblem, threads: int) -> Runner:
     return _runner(problem, _node(problem, "GroupQueryAttention", "com.microsoft", **attributes), threads)
 
 
-def _stof(problem: DecodeProblem, threads: int) -> Runner:
-    return _runner(problem, _node(problem, "StofCachedAttention", "stof", mask=problem.case.mask), threads)
+def stof_step(problem: DecodeProblem, threads: int, **pages: int) -> Runner:
+    """StofCachedAttention.
+
+    Args:
+        problem: the step.
+        threads: of the session.
+        pages: ``chosen_pages`` and ``page_rows``, where steps attend the best pages alone.
+    """
+    node = _node(problem, "StofCachedAttention", "stof", mask=problem.case.mask, **pages)
+    if pages:
+        node.input.extend([""] * (OP_INPUTS.index(PAST_BOUNDS) - len(node.input)))
+        node.input.append(PAST_BOUNDS)
+        node.output.append(PRESENT_BOUNDS)
+    return _runner(problem, node, threads, pages.get("page_rows", 0))
 
 
 CANDIDATES: tuple[Candidate[DecodeProblem, int, Runner], ...] = (
-    Candidate("stof", "stof in ONNX Runtime", _stof),
+    Candidate("stof", "stof in ONNX Runtime", stof_step),
     Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", _group_query),
 )
 
 
-def _runner(problem: DecodeProblem, node: onnx.NodeProto, threads: int) -> Runner:
-    """Runs the node over the next layer's cache: past and present are one buffer."""
+def _runner(problem: DecodeProblem, node: onnx.NodeProto, threads: int, page_rows: int = 0) -> Runner:
+    """Runs the node over the next layer's cache: past and present are one buffer.
+
+    Args:
+        problem: has the caches.
+        node: the node.
+        threads: of the session.
+        page_rows: of a page, where the node reads bounds of pages: they are computed before, once a layer.
+    """
     case = problem.case
     cache = [case.B, case.G, case.T, case.D]
     types = {a: helper.np_dtype_to_tensor_dtype(x.dtype) for a, x in problem.feeds.items()}
@@ -226,21 +246,38 @@ def _runner(problem: DecodeProblem, node: onnx.NodeProto, threads: int) -> Runne
     inputs += [helper.make_tensor_value_info(n, stored, cache) for n in ("past_key", "past_value")]
     outputs = [helper.make_tensor_value_info("output", TensorProto.FLOAT, problem.output.shape)]
     outputs += [helper.make_tensor_value_info(n, stored, cache) for n in ("present_key", "present_value")]
+    if page_rows:
+        bounds: list[int | str | None] = [case.B, case.G, "pages", 2, case.D]
+        inputs.append(helper.make_tensor_value_info(PAST_BOUNDS, TensorProto.FLOAT, bounds))
+        outputs.append(helper.make_tensor_value_info(PRESENT_BOUNDS, TensorProto.FLOAT, bounds))
     graph = helper.make_graph([node], "step", inputs, outputs)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(node.domain, 1)]
     model = helper.make_model(graph, opset_imports=opsets)
     model.ir_version = 9
     found = session(model.SerializeToString(), threads, stof=node.domain == "stof")
+    pages = (case.B, case.G, -(-case.T // page_rows) if page_rows else 0, 2, case.D)
+    kept: list[np.ndarray] = []
+
+    def bind(keys: np.ndarray, values: np.ndarray, past: np.ndarray | None, present: np.ndarray | None) -> Any:
+        binding = found.io_binding()
+        given = {**problem.feeds, "past_key": keys, "past_value": values}
+        written = {"output": problem.output, "present_key": keys, "present_value": values}
+        if past is not None and present is not None:
+            given, written = {**given, PAST_BOUNDS: past}, {**written, PRESENT_BOUNDS: present}
+        for bind_array, arrays in ((binding.bind_input, given), (binding.bind_output, written)):
+            for name, array in arrays.items():
+                bind_array(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        return binding
+
     bindings = []
     for keys, values in problem.caches:
-        binding = found.io_binding()
-        for name, array in problem.feeds.items():
-            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        binding.bind_output("output", "cpu", 0, np.float32, problem.output.shape, problem.output.ctypes.data)
-        for name, array in (("key", keys), ("value", values)):
-            binding.bind_input(f"past_{name}", "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-            binding.bind_output(f"present_{name}", "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        bindings.append(binding)
+        if not page_rows:
+            bindings.append(bind(keys, values, None, None))
+            continue
+        kept.append(np.full(pages, np.nan, np.float32))
+        unknown = np.zeros((*pages[:2], 0, *pages[3:]), np.float32)
+        found.run_with_iobinding(bind(keys, values, unknown, kept[-1]))
+        bindings.append(bind(keys, values, kept[-1], kept[-1]))
     order = itertools.cycle(bindings)
 
     def run() -> None:
@@ -251,7 +288,7 @@ def _runner(problem: DecodeProblem, node: onnx.NodeProto, threads: int) -> Runne
         run()
         return problem.output
 
-    return Runner(run, output)
+    return Runner(run, output, keep=(kept,))
 
 
 def describe_record(record: Record) -> list[str]:

@@ -20,12 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from retrieval_models import FOLDER, NAMES, Weights, read_weights
-from retrieval_texts import ANSWER, Texts, draw_documents, draw_prompts
+from retrieval_models import HEADS, NAMES
+from retrieval_numpy import DRAW, SCALE, Model, right_answers
+from retrieval_texts import Texts
 
 BLOCK = 128
-_LAYERS, _HEADS, _HEAD_SIZE, _ROTATED, _ROTARY_BASE = 2, 2, 64, 16, 10000.0
-_SCALE = 1 / math.sqrt(_HEAD_SIZE)
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,15 @@ class Estimate:
         """Estimated scores of a head, [pooled queries, pooled keys], from q and k [S, D]."""
         queries, keys = (x.reshape(-1, n, x.shape[1]) for x, n in ((q, self.queries), (k, self.keys)))
         if self.kind == "samples":
-            return np.asarray(queries[:, self.queries // 2] @ keys[:, 0].T * _SCALE)
+            return np.asarray(queries[:, self.queries // 2] @ keys[:, 0].T * SCALE)
         if self.kind == "antidiagonals":
             backwards = keys[:, ::-1].reshape(len(keys), -1)
-            return np.asarray(queries.reshape(len(queries), -1) @ backwards.T * (_SCALE / self.queries))
+            return np.asarray(queries.reshape(len(queries), -1) @ backwards.T * (SCALE / self.queries))
         means = queries.mean(1)
         if self.kind == "bounds":
             over, under = np.maximum(means, 0), np.minimum(means, 0)
-            return np.asarray((over @ keys.max(1).T + under @ keys.min(1).T) * _SCALE)
-        return np.asarray(means @ keys.mean(1).T * _SCALE)
+            return np.asarray((over @ keys.max(1).T + under @ keys.min(1).T) * SCALE)
+        return np.asarray(means @ keys.mean(1).T * SCALE)
 
     def margins(self, q: np.ndarray, k: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """How far each block, at its best pooled key, is below the largest estimate of a pooled query: [blocks, blocks], <= 0.
@@ -86,61 +85,10 @@ ESTIMATES = (
 )
 
 
-def normalize(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """A layer normalization."""
-    centred = x - x.mean(-1, keepdims=True)
-    return np.asarray(centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight)
-
-
-class Model:
-    """A trained model, for one text at a time, whose attention may be restricted to blocks."""
-
-    def __init__(self, name: str) -> None:
-        self.is_causal = name == "prompts"
-        self.weights: Weights = read_weights(FOLDER / f"{name}.npz")
-
-    def weight(self, name: str) -> np.ndarray:
-        """A weight by the name that torch has for its module."""
-        return self.weights[f"{name}.weight"]
-
-    def counted_blocks(self, length: int) -> np.ndarray:
-        """The blocks that the mask leaves, bool [blocks, blocks]."""
-        n = length // BLOCK
-        return np.tri(n, dtype=bool) if self.is_causal else np.ones((n, n), bool)
-
-    def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Bytes [S] joined with their neighbours, [S, hidden]."""
-        kernel = self.weight("conv")
-        size = kernel.shape[2]
-        before = size - 1 if self.is_causal else size // 2
-        rows = np.pad(self.weight("embedding")[ids], ((before, size - 1 - before), (0, 0)))
-        return np.asarray(sum(rows[i : i + len(ids)] @ kernel[:, :, i].T for i in range(size)))
-
-    def project(self, layer: int, x: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Queries, keys and values of a layer, [heads, S, D]."""
-        packed = normalize(x, self.weight(f"blocks.{layer}.attention_norm")) @ self.weight(f"blocks.{layer}.qkv").T
-        q, k, v = (p.reshape(len(x), _HEADS, -1).transpose(1, 0, 2) for p in np.split(packed, 3, 1))
-        return rotate(q), rotate(k), v
-
-    def finish(self, layer: int, x: np.ndarray, attended: np.ndarray) -> np.ndarray:
-        """The rest of a layer behind its attention [heads, S, D]."""
-        x = x + attended.transpose(1, 0, 2).reshape(len(x), -1) @ self.weight(f"blocks.{layer}.out").T
-        up = normalize(x, self.weight(f"blocks.{layer}.mlp_norm")) @ self.weight(f"blocks.{layer}.up").T
-        return np.asarray(x + up / (1 + np.exp(-up)) @ self.weight(f"blocks.{layer}.down").T)
-
-    def logits(self, x: np.ndarray) -> np.ndarray:
-        """Of the rows that answer."""
-        x = normalize(x, self.weight("norm")) @ self.weight("head").T
-        return x if self.is_causal else x[0].reshape(ANSWER, -1)
-
-
-def rotate(x: np.ndarray) -> np.ndarray:
-    """Rotary positions in the first channels of [heads, S, D]."""
-    half = _ROTATED // 2
-    angles = np.arange(x.shape[1])[:, None] * (_ROTARY_BASE ** (-np.arange(half) / half)).astype(np.float32)
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    a, b = x[..., :half], x[..., half:_ROTATED]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., _ROTATED:]], -1)
+def counted_blocks(model: Model, length: int) -> np.ndarray:
+    """The blocks that the mask leaves, bool [blocks, blocks]."""
+    n = length // BLOCK
+    return np.tri(n, dtype=bool) if model.is_causal else np.ones((n, n), bool)
 
 
 def attend(
@@ -156,7 +104,7 @@ def attend(
     for i, chosen in enumerate(blocks):
         rows = slice(i * BLOCK, (i + 1) * BLOCK)
         keys = columns[chosen].ravel()
-        scores = q[rows] @ k[keys].T * np.float32(_SCALE)
+        scores = q[rows] @ k[keys].T * np.float32(SCALE)
         if is_causal:
             scores[np.arange(rows.start, rows.stop)[:, None] < keys] = -np.inf
         weights = np.exp(scores - scores.max(1, keepdims=True))
@@ -186,26 +134,15 @@ class Sample:
 def sample_of(model: Model, text: Texts) -> tuple[Sample, float]:
     """A text under exact attention, and the share of its answers that are right."""
     x = model.embed(text.ids[0])
-    blocks = model.counted_blocks(len(x))
+    blocks = counted_blocks(model, len(x))
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for layer in range(_LAYERS):
+    for layer in range(model.layers):
         q, k, v = model.project(layer, x)
-        heads = [attend(q[h], k[h], v[h], blocks, model.is_causal) for h in range(_HEADS)]
+        heads = [attend(q[h], k[h], v[h], blocks, model.is_causal) for h in range(HEADS)]
         found.append((q, k, np.stack([m for _, m in heads])))
         x = model.finish(layer, x, np.stack([y for y, _ in heads]))
     queries, keys, masses = (np.stack(part) for part in zip(*found, strict=True))
-    return Sample(text, queries, keys, masses), right_share(model, model.logits(x), text)
-
-
-def right_share(model: Model, logits: np.ndarray, text: Texts) -> float:
-    """The share of a text's queries that are answered."""
-    found = logits.argmax(-1)
-    if not model.is_causal:
-        return float((found == text.answers[0]).all())
-    within = text.asked[0] >= 0
-    ends = np.append(len(found) - ANSWER - 1, text.asked[0, within] + 4)
-    expected = np.concatenate([text.answers[:1], text.asked_answers[0, within]])
-    return float((found[ends[:, None] + np.arange(ANSWER)] == expected).all(1).mean())
+    return Sample(text, queries, keys, masses), float(right_answers(model.logits(x), text, model.is_causal).mean())
 
 
 def choose(margins: np.ndarray, least: float, counts: np.ndarray) -> np.ndarray:
@@ -233,28 +170,28 @@ def restricted_share(model: Model, estimate: Estimate, least: Mapping[int, float
         text: one text.
     """
     x = model.embed(text.ids[0])
-    counts = model.counted_blocks(len(x))
-    for layer in range(_LAYERS):
+    counts = counted_blocks(model, len(x))
+    for layer in range(model.layers):
         q, k, v = model.project(layer, x)
         heads = []
-        for h in range(_HEADS):
+        for h in range(HEADS):
             blocks = counts
             if layer in least:
                 blocks = choose(estimate.margins(q[h], k[h], counts), least[layer], counts)
-            if layer == _LAYERS - 1 and not model.is_causal:  # row 0 alone answers
+            if layer == model.layers - 1 and not model.is_causal:  # row 0 alone answers
                 blocks = np.where(np.arange(len(blocks))[:, None] == 0, blocks, np.arange(len(blocks)) == 0)
             heads.append(attend(q[h], k[h], v[h], blocks, model.is_causal)[0])
         x = model.finish(layer, x, np.stack(heads))
-    return right_share(model, model.logits(x), text)
+    return float(right_answers(model.logits(x), text, model.is_causal).mean())
 
 
 def compare(model: Model, samples: Sequence[Sample], estimate: Estimate, share: float, layers: Sequence[int]) -> str:
     """One row of the table: the share kept, the mass kept by layer, the accuracy, margins in nats by layer."""
-    counts = model.counted_blocks(samples[0].queries.shape[2])
+    counts = counted_blocks(model, samples[0].queries.shape[2])
     leasts: dict[int, float] = {}
     masses, kept = [], []
     for layer in layers:
-        heads = [(s.queries[layer, h], s.keys[layer, h], s.masses[layer, h]) for s in samples for h in range(_HEADS)]
+        heads = [(s.queries[layer, h], s.keys[layer, h], s.masses[layer, h]) for s in samples for h in range(HEADS)]
         margins = [estimate.margins(q, k, counts) for q, k, _ in heads]
         leasts[layer] = find_least(margins, share, counts)
         blocks = [choose(m, leasts[layer], counts) for m in margins]
@@ -279,9 +216,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1], help="that are restricted")
     arguments = parser.parse_args()
     rng = np.random.default_rng(7)
-    draw = {"prompts": draw_prompts, "documents": draw_documents}[arguments.name]
     model = Model(arguments.name)
-    found = [sample_of(model, draw(rng, 1, arguments.length)) for _ in range(arguments.texts)]
+    found = [sample_of(model, DRAW[arguments.name](rng, 1, arguments.length)) for _ in range(arguments.texts)]
     print(f"{arguments.name}: exact attention answers {100 * np.mean([share for _, share in found]):.1f} %")
     print("estimate                  cost  kept, mass kept by layer, right: %; margins, nats")
     samples = [sample for sample, _ in found]

@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = ("prompts", "documents")
-_HEADS, _HEAD_SIZE, _ROTATED, _ROTARY_BASE = 2, 64, 16, 10000.0
+HEADS, HEAD_SIZE, ROTATED, ROTARY_BASE = 2, 64, 16, 10000.0
 _ANSWER, _VOCABULARY = 2, 256
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -136,8 +136,8 @@ class _Graph:
 
     def rotary_tables(self) -> tuple[str, str]:
         """Cosines and sines, [S, half of the rotated channels]."""
-        half = _ROTATED // 2
-        frequencies = (_ROTARY_BASE ** (-np.arange(half) / half)).astype(np.float32)
+        half = ROTATED // 2
+        frequencies = (ROTARY_BASE ** (-np.arange(half) / half)).astype(np.float32)
         positions = self.add("Cast", self.positions(), to=TensorProto.FLOAT)
         rows = self.add("Unsqueeze", positions, self.constant([1]))
         angles = self.add("Mul", rows, self.constant(frequencies, np.float32))
@@ -145,23 +145,23 @@ class _Graph:
 
     def rotate(self, x: str, cos: str, sin: str) -> str:
         """Rotary positions in the first channels of [B, H, S, D]."""
-        half = _ROTATED // 2
-        a, b, rest = self.split(x, [half, half, _HEAD_SIZE - _ROTATED])
+        half = ROTATED // 2
+        a, b, rest = self.split(x, [half, half, HEAD_SIZE - ROTATED])
         first = self.add("Sub", self.add("Mul", a, cos), self.add("Mul", b, sin))
         second = self.add("Add", self.add("Mul", b, cos), self.add("Mul", a, sin))
         return self.add("Concat", first, second, rest, axis=-1)
 
     def add_layer(self, name: str, x: str, bias: str, cos: str, sin: str) -> str:
         """Attention and MLP with their residuals."""
-        hidden = _HEADS * _HEAD_SIZE
+        hidden = HEADS * HEAD_SIZE
         packed = self.project(f"{name}.qkv", self.norm(f"{name}.attention_norm", x))
         q, k, v = (
-            self.add("Transpose", self.add("Reshape", part, self.constant([0, 0, _HEADS, -1])), perm=[0, 2, 1, 3])
+            self.add("Transpose", self.add("Reshape", part, self.constant([0, 0, HEADS, -1])), perm=[0, 2, 1, 3])
             for part in self.split(packed, [hidden] * 3)
         )
         keys = self.add("Transpose", self.rotate(k, cos, sin), perm=[0, 1, 3, 2])
         scores = self.add("MatMul", self.rotate(q, cos, sin), keys)
-        scaled = self.add("Mul", scores, self.constant(1 / math.sqrt(_HEAD_SIZE), np.float32))
+        scaled = self.add("Mul", scores, self.constant(1 / math.sqrt(HEAD_SIZE), np.float32))
         weights = self.add("Softmax", self.add("Add", scaled, bias), axis=-1)
         rows = self.add("Transpose", self.add("MatMul", weights, v), perm=[0, 2, 1, 3])
         joined = self.add("Reshape", rows, self.constant([0, 0, hidden]))

@@ -93,7 +93,7 @@ class Job:
         step: times a step for the report, and turns what a damaged graph makes fail into a ``ModelError``.
         tuning: the time that measurements took so far.
         sparsity: what --sparsify puts on attentions; ``model`` has it then. None: nothing.
-        thresholds: what --sparsify says of skip by score and choose blocks; None: nothing.
+        run_time_masks: what --sparsify says of skip by score, choose blocks and choose pages; None: nothing.
         prompts: the file of --prompts; None: there is none.
         inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
         settings: what the options of its own say to an op, by its key.
@@ -109,7 +109,7 @@ class Job:
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
     sparsity: Sparsity | None = None
-    thresholds: SparsitySpec | None = None
+    run_time_masks: SparsitySpec | None = None
     prompts: PromptSet | None = None
     inputs: Callable[[], ModelInputs] | None = None
     settings: Mapping[str, OpSettings] = field(default_factory=dict)

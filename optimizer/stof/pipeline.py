@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
-from stof.arguments.threshold_kinds import ThresholdKind
-from stof.choose_pages.apply import choose_pages, new_report, report_pages
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
@@ -36,6 +34,16 @@ from stof.recursion import deep_recursion
 from stof.report import Report, describe_registration
 from stof.run_facts.command import command_of
 from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
+from stof.run_time_masks.changed_outputs import (
+    check_calibration,
+    check_plan,
+    declare_sparsity,
+    mark_written,
+    measure_loss_on_prompts,
+    put_run_time_masks,
+    report_run_time_masks,
+    stated_thresholds,
+)
 from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.sparsity import digest_of
@@ -43,14 +51,6 @@ from stof.sparsify.spec import parse_spec
 from stof.stages import Stage, find_model_inputs, rewrite
 from stof.target_support import missing_for
 from stof.terminal import say
-from stof.thresholds.changed_outputs import (
-    declare_sparsity,
-    mark_written,
-    measure_loss_on_prompts,
-    put_thresholds,
-    report_thresholds,
-    stated_thresholds,
-)
 from stof.tuning_cache import cache_path
 from stof.verify_stages import find_padded_batches, verify_stages
 
@@ -173,7 +173,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             selections[key].check(result.candidates)
             report.sections[key] = result.section
         empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
-        _save_plan(empty | {key: result.plan for key, result in earlier.items()}, options)
+        entries = empty | {key: result.plan for key, result in earlier.items()}
+        _save_plan(Plan(entries, options.tuned_for), options)
         return
     if plan is not None and plan.target is not options.tuned_for:
         raise ArgumentError(
@@ -185,9 +186,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     report.nodes_before = len(graph.graph.node)
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
-    report_thresholds(report, job, stages)
-    if any(s.decided.has_replaced for s in stages):
-        report_pages(report.sparsity, stages[-1].written)
+    report_run_time_masks(report, job, stages)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
@@ -195,8 +194,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
-    digest = digest_of(job.sparsity, job.thresholds)
-    _save_plan({s.op.key: s.decided.plan for s in stages}, options, digest, stated_thresholds(report))
+    masks = job.run_time_masks
+    digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
+    entries = {s.op.key: s.decided.plan for s in stages}
+    _save_plan(Plan(entries, options.tuned_for, digest, stated_thresholds(report), clauses), options)
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
@@ -230,21 +231,21 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
     """
     with _as_model_error(job.source):
         read_constants(job.source, job.model)
-    if job.options.sparsify:
-        spec = parse_spec(job.options.sparsify)
+    spec = parse_spec(job.options.sparsify) if job.options.sparsify else None
+    check_plan(job, spec)
+    if spec is not None:
         _check_files({f"pattern file {path}": path for path in spec.files}, target, job.options, report.dry_run)
-        job = declare_sparsity(report, job, spec, user_inputs)
-        if report.sparsity is not None:
-            report.sparsity.pages = new_report(job, spec)
+        job = declare_sparsity(report, job, spec)
         if spec.clauses:
             with job.step("sparsify"):
                 for op in OPS:
                     job = op.prepare(job)
     stated = "" if job.plan is None else job.plan.sparsity
-    digest = digest_of(job.sparsity, job.thresholds)
+    digest = digest_of(job.sparsity, job.run_time_masks)
     if job.plan is not None and stated != digest:
         has = "patterns of --sparsify that are not those given" if stated else "no patterns of --sparsify"
         raise ArgumentError(f"the plan has {has}; give the --sparsify that it was saved with")
+    check_calibration(job, user_inputs)
     return job
 
 
@@ -290,14 +291,9 @@ def _load_plan(options: Options) -> Plan | None:
     return plan
 
 
-def _save_plan(
-    entries: dict[str, tuple[PlanEntry, ...]],
-    options: Options,
-    sparsity: str = "",
-    thresholds: Mapping[ThresholdKind, Mapping[str, float]] | None = None,
-) -> None:
+def _save_plan(plan: Plan, options: Options) -> None:
     if options.save_plan is not None:
-        Plan(entries, options.tuned_for, sparsity, thresholds or {}).save(options.save_plan)
+        plan.save(options.save_plan)
 
 
 def _check_files(
@@ -393,8 +389,7 @@ def _verify_and_write(
         return stages
     mark_written(report, stages)
     measure = partial(_measure_seconds, report)
-    final, job = put_thresholds(report, job, stages, target.parent, user_inputs, measure)
-    final = choose_pages(job, report.sparsity, final, stages, target.parent)
+    final, job = put_run_time_masks(report, job, stages, target.parent, user_inputs, measure)
     measure_loss_on_prompts(report, job, stages, final, target, measure)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):

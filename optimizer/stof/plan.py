@@ -19,6 +19,7 @@ from stof.targets import CPU, TARGETS, Target
 
 FORMAT = "stof-plan"
 VERSION = 1
+_CLAUSES = "threshold_clauses"
 
 
 class PlanEntry(Protocol):
@@ -66,6 +67,7 @@ class Plan:
     target: Target = CPU
     sparsity: str = ""  # digest of the patterns of --sparsify
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
+    threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -75,6 +77,7 @@ class Plan:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
+        data |= {_CLAUSES: list(self.threshold_clauses)} if self.threshold_clauses else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
@@ -114,7 +117,10 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
     fields = Fields(
-        where, "", data, {"format", "version", "target", "sparsity", *(kind.plan_key for kind in KINDS), *formats}
+        where,
+        "",
+        data,
+        {"format", "version", "target", "sparsity", _CLAUSES, *(kind.plan_key for kind in KINDS), *formats},
     )
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
     entries: dict[str, tuple[PlanEntry, ...]] = {}
@@ -131,7 +137,10 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             by_name[entry.name] = entry
         entries[key] = tuple(by_name.values())
     thresholds = {kind: found for kind in KINDS if (found := _read_thresholds(fields, kind))}
-    return Plan(entries, target, fields.text("sparsity", ""), thresholds)
+    clauses = fields.take(_CLAUSES, list, [])
+    if any(not isinstance(clause, str) for clause in clauses):
+        raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
+    return Plan(entries, target, fields.text("sparsity", ""), thresholds, tuple(clauses))
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:

@@ -389,6 +389,8 @@ class Report:
         """Whether the result was verified, in a few words."""
         if self.verification is None:
             return "not verified"
+        if self.sparsity is not None and self.sparsity.unverified:
+            return "verified without what --sparsify leaves out at run time"
         if self.verification.partial is None:
             return "verified"
         return "verified in part: the original does not run here; sites, types and shapes were compared"

@@ -20,7 +20,7 @@ from stof import cli
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sparsify"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cached_attention"))
 from gqa_models import Shape, model_of
-from test_prompts import WORDS, D, G, decoder, put
+from test_prompts import WORDS, D, G, H, decoder, put
 
 PAST, PRESENT = "past_key_page_bounds", "present_key_page_bounds"
 
@@ -232,3 +232,32 @@ def test_times_are_not_taken(tmp_path: Path) -> None:
     ]
     assert cli.main(words) == 0
     assert any("makes no bounds of pages" in note for note in json.loads(report.read_text())["notes"])
+
+
+@pytest.mark.parametrize("opset", [13, 14])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_function_body_of_old_opsets(opset: int, dtype: str, tmp_path: Path) -> None:
+    """Without the library, bounds have the type of the cache: CastLike is of opset 15."""
+    shape = Shape(H=H, G=G, D=D, dtype=dtype)
+    model, numbers = tmp_path / "model.onnx", np.dtype(dtype)
+    onnx.save(model_of(shape, opset=opset), model)
+    status, target, _ = run(tmp_path, model, "choose-pages(pages=1,rows=16)")
+    assert status == 0
+    written = onnx.load(target)
+    onnx.checker.check_model(written, full_check=True)
+    assert {o.version for f in written.functions for o in f.opset_import if o.domain == ""} == {opset}
+    rng = np.random.default_rng(3)
+    shapes = {"query": H, "key": G, "value": G}
+    feed = {n: rng.standard_normal((1, 1, heads * D)).astype(numbers) for n, heads in shapes.items()}
+    feed |= {n: rng.standard_normal((1, G, 50, D)).astype(numbers) for n in ("past_key", "past_value")}
+    feed |= {"seqlens_k": np.array([40], np.int32), "total": np.array(41, np.int32)}
+    expected = session(model, library=False).run(None, feed)[0]
+    made = session(target, library=False)
+    names = [o.name for o in made.get_outputs()]
+    found = dict(zip(names, made.run(None, feed | {PAST: np.zeros((1, G, 0, 2, D), numbers)}), strict=True))
+    np.testing.assert_allclose(found["output"], expected, rtol=1e-4, atol=1e-4 if dtype == "float32" else 2e-3)
+    assert found[PRESENT].dtype == numbers
+    keys = found["present_key"][0, :, :32].reshape(G, 2, 16, D)
+    bounds = np.stack([keys.min(2), keys.max(2)], 2)
+    np.testing.assert_array_equal(found[PRESENT][0, :, :2], bounds)
+    np.testing.assert_array_equal(found[PRESENT][0, :, 2, 0], found["present_key"][0, :, 32:41].min(1))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from stof.errors import ArgumentError, MemoryLimitError
 from stof.execution.run_limits import parse_bytes
 from stof.memory.peak import estimate_peak
 from stof.symbolic import Symbolic
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sparsify"))
+from test_prompts import D, G, decoder
 
 _BERT = "narrow/bert.torchscript.eager"
 _DEBERTA = "relative/deberta-v3.torchscript.eager"
@@ -197,3 +201,34 @@ def test_a_wrong_number_of_bytes(capsys: pytest.CaptureFixture[str], option: str
     assert code == 1
     wanted = f"stof-optimize: {option} is {text!r}, expected a number of bytes above 0: 4G, 512M or 1000000000"
     assert error.splitlines() == [wanted]
+
+
+def test_bounds_of_pages_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """choose-pages gives the model an output beside each cache. It is alive at the peak, and the limit holds for it, too."""
+    model = onnx.load(decoder(tmp_path))
+    for value in model.graph.output:
+        if len(value.type.tensor_type.shape.dim) == 4:  # presents, as long as the mask
+            value.type.tensor_type.shape.dim[2].dim_param = "T"
+    onnx.save(model, tmp_path / "model.onnx")
+    words = (tmp_path / "model.onnx", "-o", tmp_path / "o.onnx", "--no-verify", "--json", tmp_path / "r.json")
+    found = {}
+    for rows in (0, 16, 128):
+        option = ("--sparsify", f"choose-pages(pages=2,rows={rows})") if rows else ()
+        code, _, _ = _run(capsys, *words, *option)
+        assert code == 0
+        found[rows] = json.loads((tmp_path / "r.json").read_text())["memory"]
+    after = {rows: data["after"] for rows, data in found.items()}
+    length = found[0]["sizes"]["T"]
+    for rows in (16, 128):
+        (bounds,) = [t for t in after[rows]["tensors"] if t["name"] == "present_key_page_bounds"]
+        assert bounds["bytes"] == 4 * G * -(-length // rows) * 2 * D
+        assert after[rows]["activations"] >= after[0]["activations"] + bounds["bytes"]
+    assert not [t for t in after[0]["tensors"] if "bounds" in t["name"]]
+    limit = after[0]["activations"] + after[0]["weights"] + 1
+    (tmp_path / "o.onnx").unlink()
+    assert _run(capsys, *words, "--memory-limit", limit)[0] == 0
+    (tmp_path / "o.onnx").unlink()
+    code, _, error = _run(capsys, *words, "--memory-limit", limit, "--sparsify", "choose-pages(pages=2,rows=16)")
+    assert code == 1
+    assert not (tmp_path / "o.onnx").exists()
+    assert "[B, 2, C_present_pages_16, 2, 16]" in error

@@ -18,8 +18,9 @@ from skip_runs import inputs_options, outputs_of, run, simulate_limits, simulate
 
 from stof import cli
 from stof.execution.session_process import session_environment
-from stof.runtime.skip_counts import leaves_out
-from stof.thresholds import apply
+from stof.runtime.limits import leaves_out
+from stof.thresholds import apply, runs
+from stof.thresholds.layers import Thresholds
 
 
 @pytest.fixture(name="limits")
@@ -108,6 +109,25 @@ def test_calibration_on_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("lossy")
+def test_no_threshold_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the search found of a threshold is what the report says of it."""
+    tried, put = [], runs.put_thresholds
+
+    def record(model: onnx.ModelProto, thresholds: Thresholds) -> onnx.ModelProto:
+        tried.extend(thresholds.items())
+        return put(model, thresholds)
+
+    monkeypatch.setattr(runs, "put_thresholds", record)
+    model = skip_models.encoder(tmp_path / "model.onnx")
+    options = ["--no-verify", "--min-cosine", "0.98", *inputs_options(tmp_path, 2)]
+    status, _, report = run(tmp_path, model, "skip-scores", *options)
+    assert status == 0
+    assert len(tried) == len(set(tried)) == report["skip_scores"]["runs"]
+    thresholds = {site.name: c for site, c in tried}
+    assert set(thresholds) == {row["node"] for row in report["skip_scores"]["layers"]}
+
+
+@pytest.mark.usefixtures("lossy")
 def test_calibration_on_prompts(tmp_path: Path) -> None:
     """Simulated: one prompt both calibrates and measures."""
     path = test_prompts.decoder(tmp_path, strength=0.3)
@@ -143,10 +163,40 @@ def test_a_plan_keeps_thresholds(
     assert data["skip_thresholds"] == {"layer0/StofAttention": 0.75, "layer1/StofAttention": 0.75}
     assert run(tmp_path, model, spec, "--no-verify", "--plan", str(plan))[0] == 0
     assert target.read_bytes() == first
-    for other in ("skip-scores(threshold=0.5)", "window=64"):
+    assert data["threshold_clauses"] == [spec]
+    for other, words in (
+        ("skip-scores(threshold=0.5)", "skip-scores(threshold=0.5)"),
+        ("skip-scores(threshold=0.75,layers=1:)", "skip-scores(threshold=0.75,layers=1:)"),
+        ("choose-blocks", "choose-blocks"),  # which is not calibrated before the plan is looked at
+        (f"{spec};choose-blocks(dense_layers=0+-1)", f"{spec}; choose-blocks(dense_layers=0+-1)"),
+        ("window=64", "no thresholds"),
+    ):
         assert run(tmp_path, model, other, "--no-verify", "--plan", str(plan))[0] == 1
-        assert "the plan has patterns of --sparsify that are not those given" in capsys.readouterr().err
+        assert f"the plan was saved with {spec}, and --sparsify has {words};" in capsys.readouterr().err
     assert cli.main([str(model), "--no-verify", "--plan", str(plan)]) == 1
+    assert f"the plan was saved with {spec}, and --sparsify has no thresholds;" in capsys.readouterr().err
+    assert run(tmp_path, model, f"window=64;{spec}", "--no-verify", "--plan", str(plan))[0] == 1
+    assert "the plan has patterns of --sparsify that are not those given" in capsys.readouterr().err
+
+    # Plans of earlier versions have no clauses.
+    plan.write_text(json.dumps({key: value for key, value in data.items() if key != "threshold_clauses"}))
+    assert run(tmp_path, model, spec, "--no-verify", "--plan", str(plan))[0] == 0
+    assert run(tmp_path, model, "choose-blocks", "--no-verify", "--plan", str(plan))[0] == 1
+    assert "the plan was saved with skip-scores, and --sparsify has choose-blocks;" in capsys.readouterr().err
+    plan.write_text(json.dumps(data | {"threshold_clauses": [1]}))
+    assert run(tmp_path, model, spec, "--no-verify", "--plan", str(plan))[0] == 1
+    assert "has threshold_clauses [1], expected a list of strings" in capsys.readouterr().err
+
+    patterns = tmp_path / "patterns.json"
+    assert run(tmp_path, model, "radial(tokens=16)", "--no-verify", "--save-plan", str(patterns))[0] == 0
+    for other in ("skip-scores", "radial(tokens=16);skip-scores"):
+        assert run(tmp_path, model, other, "--no-verify", "--plan", str(patterns))[0] == 1
+        assert "the plan has patterns of --sparsify that are not those given" in capsys.readouterr().err
+    plain = tmp_path / "plain.json"
+    assert cli.main([str(model), "--no-verify", "--save-plan", str(plain), "-o", str(tmp_path / "plain.onnx")]) == 0
+    capsys.readouterr()
+    assert run(tmp_path, model, "skip-scores", "--no-verify", "--plan", str(plain))[0] == 1
+    assert "the plan was saved with no thresholds, and --sparsify has skip-scores;" in capsys.readouterr().err
 
     changed = data | {"skip_thresholds": {"layer0/StofAttention": 0.25, "layer1/StofAttention": 0}}
     plan.write_text(json.dumps(changed))

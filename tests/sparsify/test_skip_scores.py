@@ -20,7 +20,7 @@ from stof import cli
 from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdSite
 from stof.execution.session_process import session_environment
 from stof.graph.index import DOMAIN
-from stof.runtime.skip_counts import leaves_out
+from stof.runtime.limits import leaves_out
 from stof.thresholds import apply, layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "paged_attention"))
@@ -217,7 +217,7 @@ def test_thresholds_that_change_the_rewrite_are_found(
     status, target, _ = run(tmp_path, skip_models.encoder(tmp_path / "model.onnx"), "skip-scores(threshold=1)")
     assert status == 2
     assert not target.exists()
-    assert "is not that of the verified one under STOF_SKIP_SCORES=0" in capsys.readouterr().err
+    assert "is not that of the verified model under STOF_SKIP_SCORES=0" in capsys.readouterr().err
 
 
 def test_an_attention_of_two_nodes_is_one_layer(limits: None) -> None:

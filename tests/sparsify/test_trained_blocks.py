@@ -15,7 +15,7 @@ from trained_runs import ALL, COUNT, LENGTH, NAMES, evaluate, measured_options, 
 
 import stof
 from stof.arguments.threshold_kinds import CHOOSE_BLOCKS, SKIP_SCORES, ThresholdSite
-from stof.runtime.skip_counts import leaves_out
+from stof.runtime.limits import leaves_out
 from stof.thresholds.layers import put_thresholds
 
 pytestmark = pytest.mark.skipif(
@@ -49,6 +49,47 @@ def test_calibrated_thresholds_keep_the_accuracy(name: str, tmp_path: Path) -> N
     assert accuracy >= exact - 0.05
     assert share >= 0.1
     assert share == pytest.approx(chosen["share"], abs=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_kinds_are_calibrated_together(name: str, tmp_path: Path) -> None:
+    """Each layer has a threshold of each kind within its part of the loss; together they leave out what either does, and more."""
+    path = write_model(tmp_path, name)
+    options = ["--no-verify", *measured_options(tmp_path, name, texts_of(name, LENGTH, 16 if ALL else 8, seed=1))]
+    status, target, report = run(tmp_path, path, "skip-scores(threshold=auto);choose-blocks(threshold=auto)", *options)
+    assert status == 0
+    found = {kind: report[kind.key] for kind in (SKIP_SCORES, CHOOSE_BLOCKS)}
+    allowed = 0.1 if name == "prompts" else 1e-3
+    for kind, part in found.items():
+        assert part["calibrated_on"]
+        assert part["measured_on"]
+        used = [row for row in part["layers"] if row["skips"]]
+        assert used
+        for row in used:
+            assert row["is_calibrated"]
+            assert row["threshold"] in kind.ladder
+            assert row["share"] > 0
+            assert row["loss"] <= 0.5 * allowed / 4  # two layers, two kinds
+    assert found[SKIP_SCORES]["share"] == found[CHOOSE_BLOCKS]["share"]
+    loss = report["loss"]["kl"] if name == "prompts" else 1 - min(found[SKIP_SCORES]["cosines"].values())
+    assert loss <= allowed
+
+    dense = tmp_path / "dense.onnx"
+    stof.optimize(path, dense, verify=False)
+    model, texts = onnx.load(dense), texts_of(name, LENGTH, COUNT, seed=5)
+    sites = [ThresholdSite(kind, n) for kind in found for n in thresholds_of(target, kind)]
+    chosen = {site: c for site in sites if (c := thresholds_of(target, site.kind)[site.name])}
+    alone = [
+        evaluate(put_thresholds(model, {site: c for site, c in chosen.items() if site.kind is kind}), name, texts)[1]
+        for kind in found
+    ]
+    exact, _ = evaluate(dense, name, texts)
+    accuracy, share = evaluate(target, name, texts)
+    assert accuracy >= exact - 0.05
+    assert min(alone) > 0
+    assert max(alone) <= share
+    assert share >= 0.4
+    assert share == pytest.approx(found[SKIP_SCORES]["share"], abs=0.05)
 
 
 @pytest.mark.parametrize("name", NAMES)

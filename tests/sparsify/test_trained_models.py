@@ -19,7 +19,7 @@ from trained_runs import ALL, COUNT, LENGTH, NAMES, evaluate, measured_options, 
 
 import stof
 from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdSite
-from stof.runtime.skip_counts import leaves_out
+from stof.runtime.limits import leaves_out
 from stof.thresholds.layers import put_thresholds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models" / "trained"))

@@ -19,12 +19,12 @@ import stof
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models" / "trained"))
 from retrieval_models import build_model
-from retrieval_texts import ANSWER, Texts, draw_documents, draw_prompts
+from retrieval_numpy import DRAW, right_answers
+from retrieval_texts import Texts
 
 ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
 LENGTH, COUNT = (4096, 200) if ALL else (2048, 24)
 NAMES = ("prompts", "documents")
-DRAW = {"prompts": draw_prompts, "documents": draw_documents}
 
 
 def session(model: Path | onnx.ModelProto) -> ort.InferenceSession:
@@ -44,22 +44,11 @@ def feed_of(texts: Texts, name: str) -> dict[str, np.ndarray]:
     return {"input_ids": texts.ids} | ({} if name == "prompts" else {"attention_mask": np.ones_like(texts.ids)})
 
 
-def right_answers(logits: np.ndarray, texts: Texts, name: str) -> np.ndarray:
-    """Which queries of a batch of one text are answered: the last or first one, then those within a prompt."""
-    found = logits[0].argmax(-1)
-    if name == "documents":
-        return np.array([(found == texts.answers[0]).all()])
-    within = texts.asked[0] >= 0
-    ends = np.append(len(found) - ANSWER - 1, texts.asked[0, within] + 4)  # of the byte before an answer
-    expected = np.concatenate([texts.answers[:1], texts.asked_answers[0, within]])
-    return np.asarray((found[ends[:, None] + np.arange(ANSWER)] == expected).all(1))
-
-
 def evaluate(model: Path | onnx.ModelProto, name: str, texts: Sequence[Texts]) -> tuple[float, float]:
     """The share of right answers, and of the pairs that were skipped."""
     made = session(model)
     stof.reset_skip_counts()
-    right = [right_answers(made.run(["logits"], feed_of(t, name))[0], t, name) for t in texts]
+    right = [right_answers(made.run(["logits"], feed_of(t, name))[0][0], t, name == "prompts") for t in texts]
     counts = stof.skip_counts()
     return float(np.concatenate(right).mean()), counts.share if counts.scored else 0.0
 

@@ -17,7 +17,7 @@ from stof.terminal import Parser, VersionAction, complain, run_command
 
 # What `python -m bench` has besides `model`; these options of `model` are of graphs under models/.
 CLONE_COMMANDS = (
-    *("attention", "decode", "sparse-mlp", "sites", "texts", "decoder", "decoder-mlp"),
+    *("attention", "decode", "sparse-mlp", "run-time-masks", "sites", "texts", "decoder", "decoder-mlp"),
     *("decode-genai", "search", "merge", "table", "plot"),
 )
 CLONE_OPTIONS = ("--prepared", "--prepare", "--lock")

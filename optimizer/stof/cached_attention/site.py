@@ -25,8 +25,10 @@ INPUTS = (
 )
 OUTPUTS = ("output", "present_key", "present_value")
 INPUT_INDEX = {name: i for i, name in enumerate(INPUTS)}
-# All inputs of StofCachedAttention.
-OP_INPUTS = (*INPUTS, "query_seqlens", "table0", "table1", "table2", "table3", "past_page_bounds")
+# All inputs and outputs of StofCachedAttention. The last ones are for choose pages.
+PAST_BOUNDS, PRESENT_BOUNDS = "past_page_bounds", "present_page_bounds"
+OP_INPUTS = (*INPUTS, "query_seqlens", "table0", "table1", "table2", "table3", PAST_BOUNDS)
+OP_OUTPUTS = (*OUTPUTS, PRESENT_BOUNDS)
 # Where SparseAttention has the inputs of GroupQueryAttention; its lengths count keys, not the last key.
 SPARSE_INDEX = {
     **{name: i for i, name in enumerate(INPUTS[:5])},

@@ -7,30 +7,34 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from stof.cached_attention.site import OP, OP_INPUTS
+from stof.cached_attention.site import OP, OP_INPUTS, OP_OUTPUTS, PRESENT_BOUNDS
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
 
-PAST_BOUNDS, PRESENT_BOUNDS = "past_page_bounds", "present_page_bounds"
 PAGE_ROWS = "page_rows"
 _LARGEST = 3.0e38
 
 
-def add_bounds(model: onnx.ModelProto) -> None:
+def add_bounds(model: onnx.ModelProto, dtype: int) -> None:
     """Gives the operator's function input ``past_page_bounds`` and output ``present_page_bounds``, in place.
 
     All bounds are computed from the keys of the cache. Every call of the function has to have attribute ``page_rows``.
+
+    Args:
+        model: has the function.
+        dtype: the element type of bounds, which is that of the caches. CastLike would need opset 15.
     """
     function = next(f for f in model.functions if (f.domain, f.name) == (DOMAIN, OP))
     opset = next(o.version for o in function.opset_import if o.domain in ("", "ai.onnx"))
     del function.input[:]
     function.input.extend(OP_INPUTS)
-    function.output.append(PRESENT_BOUNDS)
+    del function.output[:]
+    function.output.extend(OP_OUTPUTS)
     function.attribute.append(PAGE_ROWS)
-    function.node.extend(_bounds_nodes(opset))
+    function.node.extend(_bounds_nodes(opset, dtype))
 
 
-def _bounds_nodes(opset: int) -> list[onnx.NodeProto]:
+def _bounds_nodes(opset: int, dtype: int) -> list[onnx.NodeProto]:
     """Nodes that write the bounds [B, G, pages, 2, D] of the function's ``present_key`` [B, G, C, D]."""
     b = Builder(opset, "page_bounds_")
     scalar = b.constant(np.zeros(0, np.int64))
@@ -61,5 +65,5 @@ def _bounds_nodes(opset: int) -> list[onnx.NodeProto]:
         own = b.add("Where", [is_key, keys, b.constant(neutral, np.float32)])
         bounds.append(b.reduce(op, b.add("Reshape", [own, sizes]), 3))  # [B, G, pages, 1, D]
     both = b.add("Concat", bounds, axis=3)
-    cast = helper.make_node("CastLike", [both, "present_key"], [PRESENT_BOUNDS], name=PRESENT_BOUNDS)
+    cast = helper.make_node("Cast", [both], [PRESENT_BOUNDS], name=PRESENT_BOUNDS, to=dtype)
     return [rows, *b.nodes, cast]

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnx
 from onnx import TensorProto, helper
 
 from stof.cached_attention.paged.site import OP as PAGED
-from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS
-from stof.choose_pages.function_body import PAGE_ROWS, PAST_BOUNDS, add_bounds
+from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS, OP_OUTPUTS, PAST_BOUNDS, PRESENT_BOUNDS
+from stof.choose_pages.function_body import PAGE_ROWS, add_bounds
 from stof.errors import ArgumentError
 from stof.graph.index import DOMAIN, all_nodes
 from stof.graph.node_fields import attributes_of, input_of
@@ -56,7 +56,7 @@ class PageLayer:
         return f"{self.present_key}{_SUFFIX}"
 
 
-def check_target(target: Target, spec: SparsitySpec) -> None:
+def check_pages_target(target: Target, spec: SparsitySpec) -> None:
     """Refuses a target whose kernels choose no pages.
 
     Raises:
@@ -118,7 +118,12 @@ def find_page_layers(model: onnx.ModelProto, spec: SparsitySpec) -> tuple[PageLa
 
 
 def put_pages(model: onnx.ModelProto, layers: Sequence[PageLayer]) -> onnx.ModelProto:
-    """A copy of a model whose attentions choose pages as their clauses say, with inputs and outputs for the bounds."""
+    """A copy of a model whose attentions choose pages as their clauses say, with inputs and outputs for the bounds.
+
+    Args:
+        model: the model.
+        layers: of ``find_page_layers``; one at least chooses.
+    """
     copy = copy_model(model)
     choosing = {x.layer: x for x in layers if not x.reason}
     inputs = {i.name: i for i in copy.graph.input}
@@ -138,10 +143,28 @@ def put_pages(model: onnx.ModelProto, layers: Sequence[PageLayer]) -> onnx.Model
         copy.graph.input.append(_value_info(layer.past_bounds, past, f"past_pages_{clause.rows}"))
         copy.graph.output.append(_value_info(layer.present_bounds, past, f"present_pages_{clause.rows}"))
         notes.append(f"{layer.name}: {clause.pages} pages of {clause.rows} rows")
-    add_bounds(copy)
+    # Calls of one function body have one element type, and caches that are not quantized have it, too.
+    add_bounds(copy, next(inputs[x.past_key].type.tensor_type.elem_type for x in choosing.values()))
     entry = copy.metadata_props.add()
     entry.key, entry.value = METADATA, "outputs change; " + "; ".join(notes)
     return copy
+
+
+def count_pages(model: onnx.ModelProto, shape_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
+    """The numbers of pages of a model, by the names of their dimensions; none where it chooses no pages.
+
+    Args:
+        model: the model.
+        shape_of: gives the shape of a cache by its name.
+    """
+    dims = {v.name: v.type.tensor_type.shape.dim for v in (*model.graph.input, *model.graph.output)}
+    found: dict[str, int] = {}
+    for node in (n for n in _cached_nodes(model) if PAGE_ROWS in attributes_of(n)):
+        past, present = input_of(node, OP_INPUTS.index(PAST_BOUNDS)), node.output[OP_OUTPUTS.index(PRESENT_BOUNDS)]
+        caches = {past: input_of(node, INPUT_INDEX["past_key"]), present: node.output[1]}
+        rows = int(attributes_of(node)[PAGE_ROWS])
+        found |= {dims[b][2].dim_param: -(-shape_of(cache)[2] // rows) for b, cache in caches.items() if b}
+    return found
 
 
 def _value_info(name: str, past_key: onnx.ValueInfoProto, pages: str) -> onnx.ValueInfoProto:

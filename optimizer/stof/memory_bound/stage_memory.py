@@ -14,7 +14,7 @@ from stof.graph.index import DOMAIN
 from stof.graph.inline import inline
 from stof.memory.memory_report import MemoryReport
 from stof.memory.peak import PeakEstimate, estimate_peak
-from stof.memory.tensor_sizes import UnknownSizeError
+from stof.memory.tensor_sizes import TensorSizes, UnknownSizeError
 from stof.memory_bound.reasons import TensorReasons
 from stof.op_rewrite import Job
 from stof.stages import Stage, find_model_inputs
@@ -62,7 +62,7 @@ class StageMemory:
                 self._before = self._estimate(original, _reasons(stages), facts)
             after = None
             if any(s.decided.has_replaced for s in stages):
-                final = _without_functions(stages[-1].written)
+                final = self._with_pages(_without_functions(stages[-1].written))
                 facts = stages[-1].facts if final is stages[-1].written else self._job.facts.of(final)
                 after = self._estimate_result(final, _reasons(stages), facts)
             return MemoryReport(self._sizes.by_name, self._before, after, limit=limit)
@@ -85,10 +85,25 @@ class StageMemory:
         except UnknownSizeError:
             return self._estimate(model, reasons, self._job.facts.of(model))
 
+    def _with_pages(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """The model that chooses pages, where --sparsify asks for it: bounds are a state beside each cache."""
+        spec = self._job.run_time_masks
+        if spec is None or not spec.pages_clauses:
+            return model
+        from stof.choose_pages.layers import find_page_layers, put_pages
+
+        layers = find_page_layers(model, spec)
+        return model if all(x.reason for x in layers) else put_pages(model, layers)
+
     def _estimate(self, model: onnx.ModelProto, reasons: Mapping[str, str], symbolic: Symbolic) -> PeakEstimate:
         assert self._sizes is not None
         is_widened = not self._job.target.uses_cuda_provider
-        found = estimate_peak(model, symbolic, self._sizes.by_name, self._sizes.batches, is_widened=is_widened)
+        sizes = dict(self._sizes.by_name)
+        if self._job.run_time_masks is not None:
+            from stof.choose_pages.layers import count_pages
+
+            sizes |= count_pages(model, TensorSizes(symbolic, sizes).shape)
+        found = estimate_peak(model, symbolic, sizes, self._sizes.batches, is_widened=is_widened)
         finder = TensorReasons(model.graph, [t.name for t in found.quadratic], reasons)
         by_name = {t.name: finder.find(t.name) for t in found.quadratic}
         tensors = tuple(replace(t, reason=by_name.get(t.name, "")) for t in found.tensors)

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 
-from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS
+from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS, OP_OUTPUTS, PAST_BOUNDS, PRESENT_BOUNDS
 from stof.execution.session_process import session_environment
 from stof.graph.index import DOMAIN
 from stof.graph.node_fields import input_of
 
 Feed = Mapping[str, np.ndarray]
-_BOUNDS = OP_INPUTS.index("past_page_bounds")
+_PAST, _PRESENT = OP_INPUTS.index(PAST_BOUNDS), OP_OUTPUTS.index(PRESENT_BOUNDS)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class BoundsOfLayer:
 def find_bounds(model: onnx.ModelProto) -> tuple[BoundsOfLayer, ...]:
     """The bounds that a model reads and writes, in the order of the graph."""
     return tuple(
-        BoundsOfLayer(bounds, node.output[3], input_of(node, INPUT_INDEX["past_key"]))
+        BoundsOfLayer(bounds, node.output[_PRESENT], input_of(node, INPUT_INDEX["past_key"]))
         for node in model.graph.node
-        if node.domain == DOMAIN and node.op_type == OP and (bounds := input_of(node, _BOUNDS))
+        if node.domain == DOMAIN and node.op_type == OP and (bounds := input_of(node, _PAST))
     )
 
 

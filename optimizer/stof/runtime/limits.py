@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels of a target do of their own accord, by the library's limits."""
+"""What kernels of a target leave out at run time, by the library's limits."""
 
 from __future__ import annotations
 
+from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
 from stof.runtime.library import op_limits
 
 
-def chooses_pages(op: str, target: str) -> bool:
-    """Whether kernels of an operator choose pages of a KV cache on a target of ``--target``.
+def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
+    """Whether kernels of an attention operator read the threshold of a kind on a target of ``--target``.
 
     Raises:
         LibraryError: without a library, and for one that does not state its limits.
     """
-    limits = op_limits().get(op, {}).get("targets", {}).get(target, {})
-    return bool(limits.get("chooses_pages", False))
+    return _states(op, target, kind.limit)
+
+
+def chooses_pages(op: str, target: str) -> bool:
+    """Whether kernels of an attention operator choose pages of a KV cache on a target of ``--target``.
+
+    Raises:
+        LibraryError: as of ``leaves_out``.
+    """
+    return _states(op, target, "chooses_pages")
+
+
+def _states(op: str, target: str, limit: str) -> bool:
+    """Whether the library states a limit of an operator's kernels as true."""
+    return bool(op_limits().get(op, {}).get("targets", {}).get(target, {}).get(limit, False))

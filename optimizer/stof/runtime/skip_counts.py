@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
-from stof.runtime.library import EARLIER, LibraryError, library, op_limits
+from stof.runtime.library import EARLIER, LibraryError, library
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,6 @@ def reset_skip_counts() -> None:
         LibraryError: as of ``skip_counts``.
     """
     _function("stof_reset_skip_counts")()
-
-
-def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
-    """Whether kernels of an attention operator read the threshold of a kind on a target of ``--target``.
-
-    Raises:
-        LibraryError: without a library, and for one that does not state its limits.
-    """
-    limits = op_limits().get(op, {}).get("targets", {}).get(target, {})
-    return bool(limits.get(kind.limit, False))
 
 
 def _function(name: str) -> Callable[..., None]:

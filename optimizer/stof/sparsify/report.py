@@ -77,6 +77,8 @@ class SparsityReport:
         has_patterns: whether the option names a pattern, not thresholds or pages alone.
         threshold_report: what thresholds do; None: the option names none.
         pages: what choose pages does; None: likewise.
+        unverified: why the model with run-time masks was not compared with the verified one; empty where it was, and where
+            nothing is verified.
     """
 
     spec: str
@@ -86,6 +88,7 @@ class SparsityReport:
     has_patterns: bool = True
     threshold_report: ThresholdReport | None = None
     pages: PagesReport | None = None
+    unverified: str = ""
 
     @property
     def changes_outputs(self) -> bool:
@@ -149,6 +152,8 @@ class SparsityReport:
             report_lines += self.threshold_report.lines()
         if self.pages is not None:
             report_lines += self.pages.lines()
+        if self.unverified:
+            report_lines.append(f"NOT VERIFIED with STOF_SKIP_SCORES=0: {self.unverified}")
         if self.changes_outputs:
             measured = [line for lines in self._loss_lines() for line in lines]
             measured += [] if self.threshold_report is None else self.threshold_report.loss_lines()
@@ -176,6 +181,7 @@ class SparsityReport:
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
             **{k.key: None if self.threshold_report is None else self.threshold_report.to_json(k) for k in KINDS},
             "choose_pages": None if self.pages is None else self.pages.to_json(),
+            "unverified": self.unverified,
         }
 
 

@@ -104,10 +104,10 @@ def digest_of(sparsity: Sparsity | None, spec: SparsitySpec | None) -> str:
 
     Args:
         sparsity: patterns; None: there are none.
-        spec: what it says of thresholds; None: nothing.
+        spec: what it says of run-time masks, of which plans keep thresholds; None: nothing.
     """
     patterns = "" if sparsity is None else sparsity.digest
-    if spec is None:
+    if spec is None or not spec.threshold_clauses:
         return patterns
     clauses = [_text_of(c) for c in spec.threshold_clauses]
     text = f"({patterns!r}, ({', '.join(clauses)}{',' if len(clauses) == 1 else ''}))"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from stof.arguments.slices import Slice
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
@@ -118,6 +119,14 @@ class ThresholdClause:
     layers: tuple[Slice, ...] = ()
     dense_layers: tuple[Slice, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """The clause with all fields that are not at their defaults, as an option may have it."""
+        threshold = [] if self.threshold is None else [f"threshold={self.threshold:g}"]
+        named = (("layers", self.layers), ("dense_layers", self.dense_layers))
+        fields = [*threshold, *(f"{name}={'+'.join(s.text for s in slices)}" for name, slices in named if slices)]
+        return f"{self.kind.clause}({','.join(fields)})" if fields else self.kind.clause
+
 
 @dataclass(frozen=True)
 class SparsitySpec:
@@ -176,6 +185,11 @@ class SparsitySpec:
         return build_pattern(parts, heads) if parts else None
 
     @property
+    def threshold_texts(self) -> tuple[str, ...]:
+        """The clauses of thresholds, as a plan keeps them."""
+        return tuple(clause.text for clause in self.threshold_clauses)
+
+    @property
     def threshold_kinds(self) -> tuple[ThresholdKind, ...]:
         """The kinds of thresholds that it names."""
         return tuple(kind for kind in KINDS if any(c.kind is kind for c in self.threshold_clauses))
@@ -186,15 +200,7 @@ class SparsitySpec:
         Raises:
             ArgumentError: when clauses meet, or are for other layers.
         """
-        found: list[ThresholdClause | None] = [None] * count
-        for clause in (c for c in self.threshold_clauses if c.kind is kind):
-            for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
-                if found[layer] is not None:
-                    raise ArgumentError(
-                        f"--sparsify: two {kind.clause} clauses are for layer {layer}; part them by layers= or dense_layers="
-                    )
-                found[layer] = clause
-        return tuple(found)
+        return _clauses_of_layers(kind.clause, [c for c in self.threshold_clauses if c.kind is kind], count)
 
     def pages_clauses_of_layers(self, count: int) -> tuple[PagesClause | None, ...]:
         """The clause of choose pages for each of so many layers; None where a layer attends every page.
@@ -202,15 +208,7 @@ class SparsitySpec:
         Raises:
             ArgumentError: when clauses meet, or are for other layers.
         """
-        found: list[PagesClause | None] = [None] * count
-        for clause in self.pages_clauses:
-            for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
-                if found[layer] is not None:
-                    raise ArgumentError(
-                        f"--sparsify: two {PAGES} clauses are for layer {layer}; part them by layers= or dense_layers="
-                    )
-                found[layer] = clause
-        return tuple(found)
+        return _clauses_of_layers(PAGES, self.pages_clauses, count)
 
 
 def parse_spec(text: str) -> SparsitySpec:
@@ -229,6 +227,38 @@ def parse_spec(text: str) -> SparsitySpec:
         )
     thresholds = tuple(c for c in parsed if isinstance(c, ThresholdClause))
     return SparsitySpec(text, clauses, thresholds, tuple(c for c in parsed if isinstance(c, PagesClause)))
+
+
+class _OfLayers(Protocol):
+    """A clause of a run-time mask."""
+
+    @property
+    def layers(self) -> tuple[Slice, ...]:
+        """Those that it is for; empty: all."""
+
+    @property
+    def dense_layers(self) -> tuple[Slice, ...]:
+        """Those that it is not for."""
+
+
+_RunTimeClause = TypeVar("_RunTimeClause", bound=_OfLayers)
+
+
+def _clauses_of_layers(name: str, clauses: Sequence[_RunTimeClause], count: int) -> tuple[_RunTimeClause | None, ...]:
+    """The clause, of those with one name, for each of so many layers; None where there is none.
+
+    Raises:
+        ArgumentError: when clauses meet, or are for other layers.
+    """
+    found: list[_RunTimeClause | None] = [None] * count
+    for clause in clauses:
+        for layer in sorted(_chosen_layers(clause.layers, clause.dense_layers, count)):
+            if found[layer] is not None:
+                raise ArgumentError(
+                    f"--sparsify: two {name} clauses are for layer {layer}; part them by layers= or dense_layers="
+                )
+            found[layer] = clause
+    return tuple(found)
 
 
 def _chosen_layers(layers: Sequence[Slice], dense_layers: Sequence[Slice], count: int) -> set[int]:

@@ -144,6 +144,11 @@ class ThresholdReport:
         found = {k: {site.name: c for site, c in self.thresholds.items() if site.kind is k} for k in self.kinds}
         return {kind: thresholds for kind, thresholds in found.items() if thresholds}
 
+    def warn_of_pages(self) -> None:
+        """Says that a loss on inputs is measured without the pages that the model chooses besides."""
+        if self.cosines is not None:
+            self.warnings.append("choose-pages is not in the loss on inputs: --prompts measures it")
+
     def mark_unwritten(self, reason: str) -> None:
         """Says that no model with thresholds is written."""
         self.thresholds = {}

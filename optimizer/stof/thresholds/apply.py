@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,34 +25,16 @@ from stof.progress import Progress
 from stof.prompt_runs.limits import prompt_limits
 from stof.prompt_runs.measure_loss import measure_loss
 from stof.prompts.files import PromptSet
-from stof.runtime.skip_counts import leaves_out
+from stof.runtime.limits import leaves_out
 from stof.sparsify.spec import SparsitySpec
 from stof.sparsify.threshold_report import COSINE, KL, OutputCosines, ThresholdReport, ThresholdRow
 from stof.stages import Stage, find_model_inputs
 from stof.targets import CPU
 from stof.thresholds.calibrate import Ladder, calibrate
 from stof.thresholds.cosines import CosineMeter
-from stof.thresholds.layers import ThresholdLayer, Thresholds, check_target, find_layers, put_thresholds
+from stof.thresholds.layers import ThresholdLayer, Thresholds, find_layers, put_thresholds
 from stof.thresholds.measured_sets import LEAST_KEYS, MeasuredSets, find_sets
 from stof.thresholds.runs import ThresholdRuns
-from stof.thresholds.switched_off import check_switched_off, draw_unpadded
-
-
-def check_request(spec: SparsitySpec, job: Job, given: Sequence[GivenFeed]) -> None:
-    """Refuses what cannot be: a target whose kernels leave out nothing, and calibration without prompts or inputs.
-
-    Raises:
-        ArgumentError: saying what to give.
-        LibraryError: without a library, and for one of an earlier version.
-    """
-    check_target(job.target, spec)
-    planned = {} if job.plan is None else job.plan.thresholds
-    auto = [c.kind for c in spec.threshold_clauses if c.threshold is None and c.kind not in planned]
-    if auto and job.prompts is None and not given:
-        raise ArgumentError(
-            f"--sparsify {spec.text!r}: threshold=auto is calibrated on runs; give --prompts FILE for a model with logits, "
-            f"--inputs FILE for any other, or a number: threshold={auto[0].example} for instance"
-        )
 
 
 def report_layers(
@@ -76,10 +58,12 @@ class ThresholdModel:
     Attributes:
         model: the model with thresholds; the one without where nothing is left out.
         prompts: to measure the loss on; None: those of the job.
+        feeds: functions that give sets of inputs, on which the model is compared with the verified one.
     """
 
     model: onnx.ModelProto
     prompts: PromptSet | None = None
+    feeds: tuple[Callable[[], Mapping[str, np.ndarray]], ...] = ()
 
 
 def apply_thresholds(
@@ -110,9 +94,7 @@ def apply_thresholds(
     searched = [site for site in skipping if site not in report.thresholds]
     sets = find_sets(job.model, job.prompts, given)
     if sets is None:
-        model = put_thresholds(exact, report.thresholds)
-        _check_switched_off(job, spec, stages, folder, model, draw_unpadded(find_model_inputs(job, stages)))
-        return ThresholdModel(model)
+        return ThresholdModel(put_thresholds(exact, report.thresholds))
     calibrating, held_out = sets.split()
     if not searched:
         held_out = list(range(sets.count))
@@ -125,44 +107,15 @@ def apply_thresholds(
     if not report.skipping and (sets.prompts or not has_patterns):
         return ThresholdModel(exact)
     model = put_thresholds(exact, report.thresholds) if report.skipping else exact
-    if report.skipping:
-        first = sets.feeds(measurement.inputs.maker, calibrating[:1])
-        _check_switched_off(job, spec, stages, folder, model, [feed() for feed in first])
+    first = tuple(sets.feeds(measurement.inputs.maker, calibrating[:1]))
     report.measured_on = sets.describe(held_out)
     if sets.prompts:
-        return ThresholdModel(model, sets.prompt_set(held_out))
+        return ThresholdModel(model, sets.prompt_set(held_out), first)
     with counted_skipping(report):
         meter = measurement.cosines(model, held_out)
     report.cosines = OutputCosines(sets.describe(held_out), len(held_out), meter.means())
     check_cosines(report.cosines, job.options)
-    return ThresholdModel(model)
-
-
-def _check_switched_off(
-    job: Job,
-    spec: SparsitySpec,
-    stages: Sequence[Stage],
-    folder: Path,
-    model: onnx.ModelProto,
-    feeds: Iterable[Mapping[str, np.ndarray]],
-) -> None:
-    """Compares the model with thresholds with the verified one, where options ask for verification.
-
-    Raises:
-        VerifyError: when outputs differ, or memory does not suffice.
-    """
-    if not job.options.verify:
-        return
-    clauses = " and ".join(kind.clause for kind in spec.threshold_kinds)
-    try:
-        for feed in feeds:
-            with temporary_folder(folder) as scratch:
-                sessions = Sessions(job.source.parent.resolve(), scratch, prompt_limits(job.options.verify_memory))
-                check_switched_off(sessions, stages[-1].written, model, feed, clauses)
-    except RuntimeFailure:
-        return  # it does not run here: verification has said so
-    except LimitReached as error:
-        raise VerifyError(f"{clauses} could not be verified: {error}") from error
+    return ThresholdModel(model, feeds=first)
 
 
 def _find_thresholds(

@@ -20,7 +20,7 @@ from stof.graph.names import FreshNames
 from stof.graph.node_fields import input_of
 from stof.graph.protobuf import copy_model
 from stof.mask.expression import MaskExpression
-from stof.runtime.skip_counts import leaves_out
+from stof.runtime.limits import leaves_out
 from stof.sparsify.spec import SparsitySpec, ThresholdClause
 from stof.targets import CPU, Target
 

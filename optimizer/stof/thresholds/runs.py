@@ -71,7 +71,7 @@ class ThresholdRuns:
         say: is told before each run.
 
     Attributes:
-        count: of runs over all sets.
+        count: of runs over all sets. A threshold that ran before is not run again.
     """
 
     def __init__(
@@ -94,10 +94,16 @@ class ThresholdRuns:
         reference = copy_model(exact)
         self._lse_outputs = add_lse_outputs(reference, layers)
         self._reference = sessions.make(reference, optimized=True, library=True)
+        self._trials: dict[tuple[ThresholdSite, float], LayerTrial] = {}
         self.count = 0
 
     def run(self, site: ThresholdSite, threshold: float) -> LayerTrial:
         """Runs with one threshold alone."""
+        if (site, threshold) not in self._trials:
+            self._trials[site, threshold] = self._run(site, threshold)
+        return self._trials[site, threshold]
+
+    def _run(self, site: ThresholdSite, threshold: float) -> LayerTrial:
         self.count += 1
         self._say(self.count)
         layer = site.name
