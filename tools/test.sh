@@ -251,7 +251,7 @@ fi
 if wants optimum; then
   begin 'tokens (Optimum)'
   environment .venv-optimum -r tests/optimum/requirements.txt
-  STOF_LIBRARY=$library .venv-optimum/bin/python tests/optimum/check_generation.py
+  STOF_LIBRARY=$library PYTHONPATH=optimizer .venv-optimum/bin/python tests/optimum/check_generation.py
   end
 fi
 

@@ -3,7 +3,8 @@
 
 ``python tests/optimum/check_generation.py [--count N]``: a line for each architecture, and status 1 when one fails. A model of
 random weights is exported with its KV cache, and the folder is optimized. Greedy decoding of prompts, padded to the left, has to
-give the same tokens. A folder with a wrong mask has to give others. Runs in an environment with tests/optimum/requirements.txt.
+give the same tokens. So has the folder that stof-optimize makes of the checkpoint itself. A folder with a wrong mask has to give
+others. Runs in an environment with tests/optimum/requirements.txt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import torch
 import transformers
 from optimum.exporters.onnx import main_export
 from optimum.onnxruntime import ORTModelForCausalLM
+
+import stof
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "libstof_ort.so"
@@ -50,24 +54,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def export(name: str, folder: Path) -> None:
-    """Exports a model of random weights with its cache, as ``optimum-cli export onnx`` does."""
+def save_checkpoint(name: str, folder: Path) -> None:
+    """Saves a model of random weights, as transformers does."""
     kind, settings = ARCHITECTURES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**_SIZES, **settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with tempfile.TemporaryDirectory() as saved:
-        model.save_pretrained(saved)
-        main_export(saved, folder, task="text-generation-with-past", do_validation=False)
+    getattr(transformers, f"{kind}ForCausalLM")(config).eval().save_pretrained(folder)
 
 
-def optimize(source: Path, target: Path) -> None:
-    """Runs stof-optimize on a folder."""
+def export(checkpoint: Path, folder: Path) -> None:
+    """Exports a checkpoint with its cache, as ``optimum-cli export onnx`` does."""
+    main_export(str(checkpoint), folder, task="text-generation-with-past", do_validation=False)
+
+
+def optimize(source: Path, target: Path) -> str:
+    """Runs stof-optimize on a folder, and gives its report."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "optimizer")}
     command = [sys.executable, "-m", "stof.cli", str(source), "-o", str(target)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"stof-optimize ended with {done.returncode}: {done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def count_replaced(folder: Path) -> int:
@@ -89,10 +96,9 @@ def damage(source: Path, target: Path) -> None:
 
 def generate(folder: Path, count: int) -> list[list[int]]:
     """The tokens that follow two prompts of one batch, of which one is shorter."""
-    options = ort.SessionOptions()
+    with_library = (folder / LIBRARY).is_file()
+    options = stof.session_options() if with_library else ort.SessionOptions()
     options.intra_op_num_threads = 1
-    if (folder / LIBRARY).is_file():
-        options.register_custom_ops_library(str(folder / LIBRARY))
     model = ORTModelForCausalLM.from_pretrained(folder, session_options=options)
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, _VOCABULARY, (2, _PROMPT)))
     mask = torch.ones_like(ids)
@@ -105,17 +111,24 @@ def generate(folder: Path, count: int) -> list[list[int]]:
 
 def check(name: str, count: int, folder: Path) -> str:
     """What is wrong with one architecture; empty where nothing is."""
-    original, optimized, damaged = (folder / f"{name}.{kind}" for kind in ("original", "stof", "damaged"))
-    export(name, original)
+    kinds = ("checkpoint", "original", "stof", "from-checkpoint", "damaged")
+    checkpoint, original, optimized, from_checkpoint, damaged = (folder / f"{name}.{kind}" for kind in kinds)
+    save_checkpoint(name, checkpoint)
+    export(checkpoint, original)
     optimize(original, optimized)
-    replaced = count_replaced(optimized)
-    if replaced != _SIZES["num_hidden_layers"]:
-        return f"{replaced} of {_SIZES['num_hidden_layers']} attentions were replaced"
+    note = f"exported by optimum-onnx {version('optimum-onnx')} for the task text-generation-with-past"
+    if note not in optimize(checkpoint, from_checkpoint):
+        return f"the report of the checkpoint lacks: {note}"
+    for result in (optimized, from_checkpoint):
+        replaced = count_replaced(result)
+        if replaced != _SIZES["num_hidden_layers"]:
+            return f"{replaced} of {_SIZES['num_hidden_layers']} attentions were replaced in {result.name}"
     wanted = generate(original, count)
     if len({token for row in wanted for token in row}) < count // 4:
         return "the original repeats few tokens, which says nothing"
-    if generate(optimized, count) != wanted:
-        return "the optimized folder gives other tokens"
+    for result in (optimized, from_checkpoint):
+        if generate(result, count) != wanted:
+            return f"{result.name} gives other tokens"
     damage(optimized, damaged)
     return "" if generate(damaged, count) != wanted else "a wrong mask gives the same tokens"
 
