@@ -6,7 +6,6 @@ PyTorch's memory and threads are gone when the optimizer begins.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 # Generation steps with a KV cache; without it each token would be computed again.
@@ -14,13 +13,14 @@ _WITH_CACHE = ("text-generation", "text2text-generation", "automatic-speech-reco
 
 
 def find_task(model: str, library: str) -> str:
-    """The task of a checkpoint: Optimum finds that of a model on the hub, not that of a folder."""
-    if not Path(model).is_dir():
-        return "auto"
+    """The task of a checkpoint, by the class that its configuration names.
+
+    Optimum asks the hub for it, which knows no folder and may not be reachable.
+    """
     if library == "sentence_transformers":
         return "feature-extraction"
     if library != "transformers":
-        raise ValueError(f"a folder of the library {library} does not say which task to export it for")
+        return "auto"
     import transformers
     from optimum.exporters.tasks import TasksManager
 
@@ -30,8 +30,10 @@ def find_task(model: str, library: str) -> str:
     if not kinds:
         raise ValueError(f"config.json names the architectures {names}, expected one of transformers")
     task = TasksManager.infer_task_from_model(kinds[0])
-    cached = f"{task}-with-past"
     supported = TasksManager.get_supported_tasks_for_model_type(config.model_type, "onnx", library_name=library)
+    if task not in supported and names[0].endswith("ForConditionalGeneration"):
+        task = "text2text-generation"  # BART's class stands for several tasks, and the first one cannot be exported
+    cached = f"{task}-with-past"
     return cached if task in _WITH_CACHE and cached in supported else str(task)
 
 
