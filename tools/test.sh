@@ -5,11 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts ended exports)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts integrations ended exports)
 # Other optimization levels, and what takes long or needs torch (2 GB environments of their own): that the stored graphs are what
 # it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels packages genai pytorch optimum texts ended exports)
-library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts ended)
+long_parts=(levels packages genai pytorch optimum texts integrations ended exports)
+library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts integrations ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
 python=python3
@@ -247,19 +247,28 @@ if wants pytorch; then
   end
 fi
 
-# Folders that Optimum exports, of random weights, likewise.
+# Folders that Optimum exports, of random weights, likewise. This part and the next two share an environment.
 if wants optimum; then
   begin 'tokens (Optimum)'
-  environment .venv-optimum -r tests/optimum/requirements.txt
-  STOF_LIBRARY=$library .venv-optimum/bin/python tests/optimum/check_generation.py
+  environment .venv-integrations -r tests/optimum/requirements.txt
+  STOF_LIBRARY=$library PYTHONPATH=optimizer .venv-integrations/bin/python tests/optimum/check_generation.py
   end
 fi
 
 # Embeddings and scores of sentence-transformers and Optimum, of random weights, likewise.
 if wants texts; then
   begin 'texts'
-  environment .venv-texts -r tests/texts/requirements.txt
-  STOF_LIBRARY=$library PYTHONPATH=optimizer .venv-texts/bin/python tests/texts/check_texts.py
+  environment .venv-integrations -r tests/texts/requirements.txt
+  STOF_LIBRARY=$library PYTHONPATH=optimizer .venv-integrations/bin/python tests/texts/check_texts.py
+  end
+fi
+
+# Optimized models in fastembed, Olive, Ray Data, Node.js; examples of sentence-transformers and Optimum.
+if wants integrations; then
+  begin integrations
+  environment .venv-integrations -r tests/integrations/requirements.txt
+  # Without the tools nothing is collected, which is an error.
+  STOF_LIBRARY=$library .venv-integrations/bin/python -m pytest -q tests/integrations
   end
 fi
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stof.runtime.library import build_info, get_library_path, library_path, register
+from stof.runtime.sessions import session_options
 from stof.runtime.skip_counts import SkipCounts, reset_skip_counts, skip_counts
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "optimize_folder",
     "register",
     "reset_skip_counts",
+    "session_options",
     "skip_counts",
 ]
 # onnx and its companions are loaded when they are needed: `import stof; stof.register(...)` stays light.

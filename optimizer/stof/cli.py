@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.hint = "name the output with -o"
-    parser.add_argument("model", type=Path, nargs="?", help="the ONNX file, or a folder; never modified")
+    parser.add_argument(
+        "model", type=Path, nargs="?", help="the ONNX file, or a folder of models or of a checkpoint; never modified"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -317,9 +319,11 @@ def _run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
-    if arguments.model.is_dir():
-        return _run_folder(arguments, options)
+    from stof.api.checkpoints import is_hub_id
     from stof.pipeline import optimize
+
+    if arguments.model.is_dir() or (arguments.output is not None and is_hub_id(str(arguments.model))):
+        return _run_folder(arguments, options)
 
     with step_log("stof-optimize", quiet=arguments.quiet):
         report = optimize(arguments.model, options=options)

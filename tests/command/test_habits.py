@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -41,6 +42,34 @@ def test_library_path_as_text_fails_as_the_path_does(monkeypatch: pytest.MonkeyP
     for function in (stof.get_library_path, stof.library_path):
         with pytest.raises(stof.errors.StofError, match=r"STOF_LIBRARY is '/none/libstof_ort\.so', expected a file"):
             function()
+
+
+def test_session_options_have_the_library(model: Path) -> None:
+    """A file without function bodies loads with the library alone."""
+    optimized = model.with_suffix(".stof.onnx")
+    stof.optimize(model, optimized, verify=False)
+    proto = onnx.load(str(optimized))
+    del proto.functions[:]
+    options = stof.session_options(intra_op_num_threads=1, log_severity_level=3)
+    assert (options.intra_op_num_threads, options.log_severity_level) == (1, 3)
+    assert ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"]).get_inputs()
+    with pytest.raises(ort.capi.onnxruntime_pybind11_state.Fail, match="StofAttention"):
+        ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def test_session_options_refuse_what_they_do_not_have() -> None:
+    with pytest.raises(stof.ArgumentError, match=r"no attribute 'threads'; expected one of .*, intra_op_num_threads, "):
+        stof.session_options(threads=1)
+    with pytest.raises(stof.ArgumentError, match="no attribute 'add_session_config_entry'"):
+        stof.session_options(add_session_config_entry=1)
+    with pytest.raises(stof.ArgumentError, match=r"SessionOptions\.intra_op_num_threads is '1', expected int"):
+        stof.session_options(intra_op_num_threads="1")
+
+
+def test_session_options_need_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(stof.errors.StofError, match="need ONNX Runtime: pip install onnxruntime"):
+        stof.session_options()
 
 
 # ---- --provider ----

@@ -68,9 +68,11 @@ def test_cpp(narrow: Callable[[str], Path], tmp_path: Path) -> None:
 def test_each_example_is_listed_and_run() -> None:
     """What no test runs is stale one day: the others are run by tools/test.sh, in environments of their own."""
     listed = (EXAMPLES / "README.md").read_text()
-    tests = (ROOT / "tools/test.sh").read_text() + Path(__file__).read_text()
-    programs = [p for p in EXAMPLES.rglob("*") if p.suffix in (".py", ".cc")]
-    assert len(programs) >= 4
+    tests = "".join(
+        p.read_text() for p in (ROOT / "tools/test.sh", Path(__file__), *ROOT.glob("tests/integrations/*.py"))
+    )
+    programs = [p for p in EXAMPLES.rglob("*") if p.suffix in (".py", ".cc", ".mjs") or p.name == "workflow.json"]
+    assert len(programs) >= 10
     assert [p.name for p in programs if f"({p.relative_to(EXAMPLES)})" not in listed] == []
-    folders_of = {p: p.name if p.suffix == ".py" else f'"{p.parent.name}"' for p in programs}
+    folders_of = {p: f'"{p.parent.name}"' if p.suffix == ".cc" else p.name for p in programs}
     assert [p.name for p, name in folders_of.items() if name not in tests] == []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from stof import progress
+from stof.api.checkpoints import export_checkpoint, is_checkpoint, is_hub_id
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
 from stof.arguments.checks import check_path
@@ -59,13 +60,16 @@ def optimize_folder(
 ) -> FolderReport:
     """Optimizes each ``.onnx`` file in a folder and below into another folder, and copies all other files.
 
+    A folder without one, but with a ``config.json`` and weights, is exported before by Optimum, if ``optimum-onnx`` is
+    installed; so is the id of a model on the hub.
+
     The new folder appears whole or not at all: when one model fails, nothing is written, and the report has the errors of
     all models. A model with nothing to replace is copied. External data is copied once, where a model needs it. Where a
     result holds stof's operators, the plugin library is copied too: beside a ``genai_config.json`` that names the model,
     which then registers it, else beside the model.
 
     Args:
-        folder: the folder; it is never modified.
+        folder: the folder, which is never modified; or the id of a model on the hub.
         output: the new folder, which does not exist or is empty. It may be None where ``options`` asks for a report alone.
         options: for each model. ``shapes`` may name dimensions, and ``explain`` candidates, that only some models have;
             ``tune`` and ``verify_budget`` are seconds for one model.
@@ -87,18 +91,49 @@ def optimize_folder(
     target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
         _check_target(source, target)
-    try:
-        files = sorted(_list_files(source, (os.path.realpath(source),)))
-    except OSError as error:
-        raise ArgumentError(f"{error.filename} cannot be read: {error.strerror}") from error
+    files = [] if is_hub_id(str(source)) else _sorted_files(source)
+    if not is_hub_id(str(source)) and not is_checkpoint(files):
+        return _optimize_files(source, source, files, target, options, is_dry)
+    with contextlib.ExitStack() as stack:
+        try:
+            scratch = stack.enter_context(temporary_folder(None if target is None else target.parent))
+        except OSError as error:
+            raise ArgumentError(f"there is no place to export {source} to: {error.strerror or error}") from error
+        note = export_checkpoint(str(source), scratch / "exported")
+        return _optimize_files(
+            scratch / "exported", source, _sorted_files(scratch / "exported"), target, options, is_dry, [note]
+        )
+
+
+def _optimize_files(
+    source: Path,
+    given: Path,
+    files: Sequence[Path],
+    target: Path | None,
+    options: Options,
+    is_dry: bool,
+    notes: Sequence[str] = (),
+) -> FolderReport:
+    """Optimizes the models among files of a folder.
+
+    Args:
+        source: the folder.
+        given: what the caller named: the folder itself, or the checkpoint that it was exported from.
+        files: paths in the folder.
+        target: the new folder; None: none is written.
+        options: for each model.
+        is_dry: whether a report alone is asked for.
+        notes: where the folder comes from.
+    """
     models = [f for f in files if f.suffix == _SUFFIX]
     if not models:
-        raise ArgumentError(f"{source} holds no .onnx file")
+        raise ArgumentError(f"{given} holds no .onnx file")
     _check_reports(source, files, options)
-    command = command_of(str(source), replace(options, output=None if is_dry else target))
-    report = FolderReport(str(source), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
+    command = command_of(str(given), replace(options, output=None if is_dry else target))
+    report = FolderReport(str(given), dry_run=is_dry, facts=collect_facts(command, build_info(), options.tuned_for))
     configs = read_configs(source, files)
     _check_states(options, configs)
+    report.notes += notes
     report.notes += _note_absent_models(configs, frozenset(files))
     steps = _FolderRun(source, models, options, report)
     if target is None or is_dry:
@@ -110,6 +145,13 @@ def optimize_folder(
     if options.report is not None:
         write_text("HTML report", options.report, [folder_to_html(report)])
     return report
+
+
+def _sorted_files(folder: Path) -> list[Path]:
+    try:
+        return sorted(_list_files(folder, (os.path.realpath(folder),)))
+    except OSError as error:
+        raise ArgumentError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _write(steps: _FolderRun, files: Sequence[Path], target: Path, configs: Mapping[Path, GenaiConfig]) -> None:
@@ -205,7 +247,7 @@ class _FolderRun:
                         source,
                         target,
                         options,
-                        str(source),
+                        str(Path(self.report.folder) / path),
                         copies_unchanged=folder is not None,
                         facts=self.report.facts,
                         when_failed=partial(self.report.failed_reports.__setitem__, str(path)),
