@@ -27,7 +27,7 @@ from stof.memory.memory_report import MemoryReport
 from stof.memory_bound.stage_memory import StageMemory
 from stof.op_parts import Measures, ReadsOptions
 from stof.op_rewrite import Job, OpSettings
-from stof.ops import OPS, PLAN_FORMATS
+from stof.ops import OPS, OPS_OF, PLAN_FORMATS
 from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
@@ -102,6 +102,7 @@ def run(
         when_failed: gets the report where verification fails.
     """
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
+    report.emit = options.emit
     is_part = facts is not None
     command = command_of(name, replace(options, output=target if copies_unchanged else None))
     report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.tuned_for)
@@ -132,6 +133,8 @@ def run(
 
 def _describe_run(target: Path, options: Options) -> str:
     """What runs a written model with stof's operators."""
+    if not options.emission.needs_library:
+        return "it is plain ONNX: ONNX Runtime runs it without a library"
     if options.tuned_for.keeps_plugins:
         return f"build an engine: stof-trt build {target}"
     library = library_path()
@@ -148,7 +151,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if options.verify and not report.dry_run:
         refuse_old_runtimes()
     _check_time_option(options, report.dry_run)
-    selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
+    ops = OPS_OF[options.emission]
+    selections = dict(zip((op.key for op in ops), select(options, [op.names for op in ops]), strict=True))
     plan = _load_plan(options)
     with _measure_seconds(report, "load"), _as_model_error(source):
         graph, opset = load_with_opset(source)
@@ -166,6 +170,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
+    if earlier and not options.emission.needs_library:
+        raise ArgumentError(
+            f"--emit {options.emit} is for a model without stof's operators, and this one was optimized before; give the one "
+            "it was made from"
+        )
     if earlier:
         if options.memory_limit:
             report.memory = MemoryReport(missing="the model was optimized before", limit=options.memory_limit)
@@ -179,8 +188,12 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         raise ArgumentError(
             f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
         )
+    if plan is not None and plan.emission is not options.emission:
+        raise ArgumentError(
+            f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
+        )
     job = _prepare(report, _read_options(job, target, report.dry_run), target, user_inputs)
-    stages = rewrite(job, OPS)
+    stages = rewrite(job, ops)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
     memory = StageMemory(job)
@@ -297,7 +310,7 @@ def _save_plan(
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] | None = None,
 ) -> None:
     if options.save_plan is not None:
-        Plan(entries, options.tuned_for, sparsity, thresholds or {}).save(options.save_plan)
+        Plan(entries, options.tuned_for, options.emission, sparsity, thresholds or {}).save(options.save_plan)
 
 
 def _check_files(

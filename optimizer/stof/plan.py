@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
+from stof.emissions import EMISSIONS, STOF, Emission
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
 from stof.files.strict_json import quoted
@@ -64,6 +65,7 @@ class Plan:
 
     entries: Mapping[str, tuple[PlanEntry, ...]]
     target: Target = CPU
+    emission: Emission = STOF
     sparsity: str = ""  # digest of the patterns of --sparsify
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
 
@@ -74,6 +76,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
+        data |= {"emit": self.emission.name} if self.emission is not STOF else {}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
@@ -114,9 +117,13 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             f"{where} is a plan of version {data.get('version')!r}, expected {VERSION}; save it again with this stof"
         )
     fields = Fields(
-        where, "", data, {"format", "version", "target", "sparsity", *(kind.plan_key for kind in KINDS), *formats}
+        where,
+        "",
+        data,
+        {"format", "version", "target", "emit", "sparsity", *(kind.plan_key for kind in KINDS), *formats},
     )
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
+    emission = EMISSIONS[fields.text("emit", STOF.name, tuple(EMISSIONS))]
     entries: dict[str, tuple[PlanEntry, ...]] = {}
     for key, form in formats.items():
         if key not in data and not form.required:
@@ -131,7 +138,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             by_name[entry.name] = entry
         entries[key] = tuple(by_name.values())
     thresholds = {kind: found for kind in KINDS if (found := _read_thresholds(fields, kind))}
-    return Plan(entries, target, fields.text("sparsity", ""), thresholds)
+    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds)
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
