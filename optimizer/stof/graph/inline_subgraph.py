@@ -9,13 +9,13 @@ import onnx
 
 from stof.errors import UnsupportedError
 from stof.graph.external_data import is_external
-from stof.graph.index import subgraphs
+from stof.graph.index import find_needed, subgraphs
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_node
 
 
 def inline_subgraph(builder: Builder, graph: onnx.GraphProto, arguments: Sequence[str]) -> list[str]:
-    """Appends the nodes of a graph attribute to a builder and returns its results.
+    """Appends the nodes of a graph attribute that its results depend on to a builder, and returns these.
 
     Its inputs become tensors of the graph around it, its own tensors get fresh names, its initializers become constants.
     What it reads of outer graphs stays as it is.
@@ -32,13 +32,16 @@ def inline_subgraph(builder: Builder, graph: onnx.GraphProto, arguments: Sequenc
         raise UnsupportedError(f"graph {graph.name!r} has {len(graph.input)} inputs, expected {len(arguments)}")
     if graph.sparse_initializer:
         raise UnsupportedError(f"graph {graph.name!r} has sparse initializers, expected dense ones")
+    needed = find_needed((o.name for o in graph.output), graph.node)
     names = dict(zip((i.name for i in graph.input), arguments, strict=True))
     for tensor in graph.initializer:
         if is_external(tensor):
             raise UnsupportedError(f"initializer {tensor.name!r} of graph {graph.name!r} is in another file")
-        if tensor.name not in names:  # else the default of an input
+        if tensor.name not in names and tensor.name in needed:  # else the default of an input
             names[tensor.name] = builder.add("Constant", [], value=tensor)
     for node in graph.node:
+        if not needed.intersection(node.output):
+            continue
         copy = copy_node(node)
         names |= {o: builder.name() for o in node.output if o}
         copy.name = names[node.output[0]] if node.output else builder.name()

@@ -106,7 +106,8 @@ class StandardDecider(SiteDecider):
             site,
             mask,
             find_lengths(site, mask, self.scope.symbolic.shape),
-            every_row_has_key=self.prover.has_key_in_every_row(site, mask),
+            every_row_has_key=described.ignores_rows or self.prover.has_key_in_every_row(site, mask),
+            bias_bound=self.prover.bias_bound(mask),
             has_windows=self.runtime.has_windows and opset_of(self.scope.working.base) >= 25,
         )
 
@@ -117,6 +118,6 @@ class StandardDecider(SiteDecider):
             return ""
         length = self.lengths_of(described.site)[gains.index(worst)]
         return (
-            f"ONNX Runtime's Attention gains nothing over its nodes at S = {length}: {worst:.2f}x estimated. A plan with "
-            "replace: true replaces it"
+            f"ONNX Runtime's Attention gains nothing over its nodes at S = {length}: {worst:.2f}x estimated. --shape states the "
+            "lengths in use; a plan with replace: true replaces it"
         )

@@ -23,7 +23,7 @@ FIRST_OPSET, LENGTHS_OPSET, WINDOWS_OPSET = 23, 24, 25
 _TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _LENGTHS = MaskExpression.parse("k + 1 <= lengths[b]").root
 # fp32 scores vanish beside it, so that all keys of a row have the same weight. ONNX Runtime takes the lowest number for -inf.
-_ABSORBING_FILL = -1e30
+ABSORBING_FILL = -1e30
 _SOFT_FILL = -1e4  # scores keep most of their digits beside it
 
 
@@ -38,6 +38,7 @@ class StandardForm:
         lengths: what becomes ``nonpad_kv_seqlen``; None: nothing.
         mask: the pairs that ``attn_mask`` allows.
         fill: what a float ``attn_mask`` has for other pairs.
+        raises_bias: a finite bias below -1e30 is raised to it: ONNX Runtime takes the lowest number for -inf.
         bias: terms that are added to it.
     """
 
@@ -47,6 +48,7 @@ class StandardForm:
     lengths: RuntimeOperand | None = None
     mask: MaskExpression = EVERY_PAIR
     fill: float = -np.inf
+    raises_bias: bool = False
     bias: tuple[MaskTerm, ...] = ()
 
     @property
@@ -81,6 +83,7 @@ def choose_form(
     lengths: RuntimeOperand | None = None,
     *,
     every_row_has_key: bool = False,
+    bias_bound: float = np.inf,
     has_windows: bool = False,
 ) -> StandardForm:
     """The form that computes a site.
@@ -89,7 +92,8 @@ def choose_form(
         site: the attention.
         mask: its mask, without products with relative tables (:func:`with_biases`).
         lengths: of the keys of each row (:func:`find_lengths`).
-        every_row_has_key: it is proven that no row is fully masked.
+        every_row_has_key: it is proven that no row is fully masked, or such rows may give anything.
+        bias_bound: the largest absolute value of the sum of biases, where it is known.
         has_windows: the attributes of opset 25 may be written.
 
     Raises:
@@ -100,7 +104,12 @@ def choose_form(
     fill = _fill(site, mask, every_row_has_key=every_row_has_key)
     if fill != -np.inf:  # the attributes forbid by -inf
         return StandardForm(rank, mask=mask.expression, fill=fill, bias=mask.bias)
-    form = StandardForm(rank, bias=mask.bias)
+    raises_bias = bool(mask.bias) and not every_row_has_key and bias_bound > -ABSORBING_FILL
+    if raises_bias and site.dtype != TensorProto.FLOAT:
+        raise UnsupportedError(
+            "a bias may be the lowest number for a whole row, which Attention takes for -inf, and fp16 has no number instead"
+        )
+    form = StandardForm(rank, bias=mask.bias, raises_bias=raises_bias)
     rest = list(mask.expression.conjuncts)
     if lengths is not None and _LENGTHS in rest:
         form = replace(form, lengths=lengths)  # by which is_causal and windows would count positions from the last key
@@ -155,7 +164,7 @@ def _fill(site: AttentionSite, mask: LiftedMask, *, every_row_has_key: bool) -> 
         raise UnsupportedError(
             "a fully masked row gives the mean of all values, which Attention gives in fp32 alone; --empty-rows ignore takes 0"
         )
-    return _ABSORBING_FILL
+    return ABSORBING_FILL
 
 
 def find_lengths(site: AttentionSite, mask: LiftedMask, shape: Callable[[str], Shape | None]) -> RuntimeOperand | None:

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from stof.attention.bias_input import build_bias
 from stof.attention.op_inputs import runtime_operand
 from stof.attention.standard.decide import StandardRewrite
+from stof.attention.standard.form import ABSORBING_FILL
 from stof.graph.editor import Editor
 from stof.graph.import_nodes import import_nodes, select_needed
 from stof.graph.index import opset_of
@@ -70,6 +71,9 @@ class MaskInputs:
             bias, is_full = self._bias(b, site, form.bias, nodes, inputs, types)
             if form.fill != -np.inf:  # a row of nothing but -inf, or the lowest number, would be 0
                 bias = b.add("Max", [bias, b.constant(form.fill, numbers)])
+            elif form.raises_bias:
+                raised = b.add("Max", [bias, b.constant(ABSORBING_FILL, numbers)])
+                bias = b.add("Where", [b.add("Greater", [bias, b.constant(-np.inf, numbers)]), raised, bias])
             total, is_whole = b.add("Add", [total, bias]) if total else bias, is_whole or is_full
         if not is_whole:  # ONNX Runtime takes no mask of one row for all queries
             shape = b.add("Concat", [b.constant([1, 1]), *(b.unsqueeze(n, [0]) for n in (rows, keys))], axis=0)

@@ -54,12 +54,16 @@ class RowProver:
 
     def _has_finite_biases(self, mask: LiftedMask) -> bool:
         """Whether the biases of a mask and their sum, which is fp32 where there are several, are finite everywhere."""
+        return self.bias_bound(mask) <= -FLOOR
+
+    def bias_bound(self, mask: LiftedMask) -> float:
+        """The largest absolute value of the sum of a mask's biases; infinite where nothing is known."""
         total = 0.0
         for term in mask.bias:
             if term.kind is not TermKind.ADD:  # a selection becomes -inf
-                return False
+                return math.inf
             total += self.bounds.of(term.tensor) * abs(term.scale)
         if mask.relative is not None:
             table = np.frombuffer(mask.relative.data, np.float32)
             total += float(np.abs(table).max(initial=0.0))
-        return not math.isnan(total) and total <= -FLOOR
+        return math.inf if math.isnan(total) else total
