@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from stof.attention.rewrite import ATTENTION
 from stof.attention.standard.rewrite import STANDARD_ATTENTION
 from stof.cached_attention.rewrite import CACHED_ATTENTION
-from stof.emissions import STANDARD, STOF, Emission
 from stof.fusion.rewrite import FUSION
 from stof.op_rewrite import OpRewrite
 from stof.sparse_mlp.rewrite import SPARSE_MLP
 from stof.unpadding.rewrite import UNPADDING
 
 OPS: tuple[OpRewrite[Any, Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, UNPADDING, SPARSE_MLP, FUSION)
-OPS_OF: Mapping[Emission, tuple[OpRewrite[Any, Any, Any], ...]] = {STOF: OPS, STANDARD: (STANDARD_ATTENTION,)}
+STANDARD_OPS: tuple[OpRewrite[Any, Any, Any], ...] = (STANDARD_ATTENTION,)  # of ``--emit standard``
 PLAN_FORMATS = {op.key: op.plan_format for op in OPS}

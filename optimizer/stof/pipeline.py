@@ -27,7 +27,7 @@ from stof.memory.memory_report import MemoryReport
 from stof.memory_bound.stage_memory import StageMemory
 from stof.op_parts import Measures, ReadsOptions
 from stof.op_rewrite import Job, OpSettings
-from stof.ops import OPS, OPS_OF, PLAN_FORMATS
+from stof.ops import OPS, PLAN_FORMATS, STANDARD_OPS
 from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
@@ -151,7 +151,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if options.verify and not report.dry_run:
         refuse_old_runtimes()
     _check_time_option(options, report.dry_run)
-    ops = OPS_OF[options.emission]
+    ops = OPS if options.emission.needs_library else STANDARD_OPS
     selections = dict(zip((op.key for op in ops), select(options, [op.names for op in ops]), strict=True))
     plan = _load_plan(options)
     with _measure_seconds(report, "load"), _as_model_error(source):

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
 from standard_models import force_standard
 
+from stof.attention.standard.runtime import installed_runtime
 from stof.graph.index import all_nodes, opset_of
 
 H, D = 4, 8
@@ -358,6 +359,20 @@ def test_opsets(opset: int, tmp_path: Path) -> None:
     assert optimized.ir_version == (11 if opset < 23 else original.ir_version)
     feeds = form.feeds(2, 9, 9, 0)
     np.testing.assert_allclose(run(target, feeds)[0], form.define(feeds), atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("opset", [24, 25])
+def test_windows_as_attributes(opset: int, tmp_path: Path) -> None:
+    """A model of opset 25 states its windows by attributes in runtimes that take them; any other one by a mask."""
+    form = FORMS["window"]
+    report, target = force_standard(form.model(opset), tmp_path)
+    has_attributes = opset == 25 and installed_runtime().has_windows
+    wanted = "Attention-25: window (2, 2)" if has_attributes else "Attention-23: boolean attn_mask"
+    assert [(s.replaced, s.kernel) for s in report.sites] == [(True, wanted)]
+    assert opset_of(onnx.load(target)) == opset
+    for seed, length in enumerate((1, 7, 40)):
+        feeds = form.feeds(2, length, length, seed)
+        np.testing.assert_allclose(run(target, feeds)[0], form.define(feeds), atol=3e-5, rtol=3e-5)
 
 
 def test_half_precision(tmp_path: Path) -> None:

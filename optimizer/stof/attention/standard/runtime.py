@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stof.execution.session_process import RuntimeFailure, has_onnxruntime, runtime_version
-
-_WINDOWS_SINCE = (1, 32)  # before it, a node with window sizes is an invalid one
+from stof.execution.runtime_faults import RuntimeFault
+from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,6 @@ class AttentionRuntime:
 def installed_runtime() -> AttentionRuntime:
     """The one that is installed; without one, the least that any has."""
     try:
-        return AttentionRuntime(has_windows=has_onnxruntime() and runtime_version() >= _WINDOWS_SINCE)
+        return AttentionRuntime(has_onnxruntime() and not RuntimeFault.NO_ATTENTION_WINDOWS.is_present())
     except RuntimeFailure:
         return AttentionRuntime()
