@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,13 +24,13 @@ _LENGTHS = (128, 512, 2048)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TimedAttention:
     """One way to compute an attention.
 
     Attributes:
         name: in the table.
         mask: the pairs that are allowed: "", "causal", "padding" or "window".
-        form: of the nodes "add", "where", each also with " guard"; of the operator "is_causal", "lengths", "bool", "float"; "": none.
+        form: of the nodes "add", "where", each also with " guard"; of the operator "is_causal", "lengths", "bool", "float".
         is_operator: it is one Attention.
     """
 
@@ -40,7 +41,7 @@ class Candidate:
 
     def model(self, rank: int, dtype: int = TensorProto.FLOAT) -> onnx.ModelProto:
         """The graph, of query, key and value of rank 3 or 4."""
-        shape = [1, "S", _H * _D] if rank == 3 else [1, _H, "S", _D]
+        shape: list[int | str | None] = [1, "S", _H * _D] if rank == 3 else [1, _H, "S", _D]
         inputs = [helper.make_tensor_value_info(n, dtype, shape) for n in "qkv"]
         kind = TensorProto.BOOL if self.form.split(" ")[0] in ("where", "bool") else dtype
         kind = TensorProto.INT64 if self.form == "lengths" else kind
@@ -54,9 +55,9 @@ class Candidate:
     def _operator(self, rank: int) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
         names = ["q", "k", "v"]
         names += {"bool": ["m"], "float": ["m"], "lengths": ["", "", "", "m"]}.get(self.form, [])
-        heads = {"q_num_heads": _H, "kv_num_heads": _H} if rank == 3 else {}
-        causal = {"is_causal": 1} if self.form == "is_causal" else {}
-        return [helper.make_node("Attention", names, ["y"], **heads, **causal)], []
+        attributes: dict[str, Any] = {"q_num_heads": _H, "kv_num_heads": _H} if rank == 3 else {}
+        attributes |= {"is_causal": 1} if self.form == "is_causal" else {}
+        return [helper.make_node("Attention", names, ["y"], **attributes)], []
 
     def _nodes(self, rank: int, dtype: int) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
         numbers = helper.tensor_dtype_to_np_dtype(dtype)
@@ -66,7 +67,6 @@ class Candidate:
             "zero": np.array(0, numbers),
         }
         nodes = []
-        heads = ("q", "k", "v")
         if rank == 3:
             stored |= {"split": np.array([0, 0, _H, _D]), "merge": np.array([0, 0, _H * _D])}
             for n in "qkv":
@@ -117,21 +117,21 @@ class Candidate:
 
 
 CANDIDATES = (
-    Candidate("nodes, no mask", "", ""),
-    Candidate("nodes, no mask, guard", "", "guard"),
-    Candidate("Attention, no mask", "", "", True),
-    Candidate("nodes, causal, Add", "causal", "add"),
-    Candidate("nodes, causal, Add, guard", "causal", "add guard"),
-    Candidate("Attention, is_causal", "causal", "is_causal", True),
-    Candidate("Attention, causal, boolean mask", "causal", "bool", True),
-    Candidate("nodes, padding, Add", "padding", "add"),
-    Candidate("Attention, padding, boolean mask", "padding", "bool", True),
-    Candidate("Attention, padding, float mask", "padding", "float", True),
-    Candidate("Attention, nonpad_kv_seqlen", "padding", "lengths", True),
-    Candidate("nodes, window of 129, Add", "window", "add"),
-    Candidate("nodes, window of 129, Where", "window", "where"),
-    Candidate("Attention, window, boolean mask", "window", "bool", True),
-    Candidate("Attention, window, float mask", "window", "float", True),
+    TimedAttention("nodes, no mask", "", ""),
+    TimedAttention("nodes, no mask, guard", "", "guard"),
+    TimedAttention("Attention, no mask", "", "", True),
+    TimedAttention("nodes, causal, Add", "causal", "add"),
+    TimedAttention("nodes, causal, Add, guard", "causal", "add guard"),
+    TimedAttention("Attention, is_causal", "causal", "is_causal", True),
+    TimedAttention("Attention, causal, boolean mask", "causal", "bool", True),
+    TimedAttention("nodes, padding, Add", "padding", "add"),
+    TimedAttention("Attention, padding, boolean mask", "padding", "bool", True),
+    TimedAttention("Attention, padding, float mask", "padding", "float", True),
+    TimedAttention("Attention, nonpad_kv_seqlen", "padding", "lengths", True),
+    TimedAttention("nodes, window of 129, Add", "window", "add"),
+    TimedAttention("nodes, window of 129, Where", "window", "where"),
+    TimedAttention("Attention, window, boolean mask", "window", "bool", True),
+    TimedAttention("Attention, window, float mask", "window", "float", True),
 )
 
 
@@ -139,7 +139,7 @@ def measure(length: int, rank: int, seconds: float, dtype: type = np.float32) ->
     """The least processor time of each candidate, in seconds, after so many seconds of turns."""
     rng = np.random.default_rng(0)
     shape = (1, length, _H * _D) if rank == 3 else (1, _H, length, _D)
-    heads = {n: rng.standard_normal(shape).astype(dtype) for n in "qkv"}
+    heads: dict[str, np.ndarray] = {n: rng.standard_normal(shape).astype(dtype) for n in "qkv"}
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stof.arguments.checks import refuse
+from stof.arguments.emissions import EMISSIONS, STOF
 from stof.arguments.threshold_kinds import KINDS
-from stof.emissions import EMISSIONS, STOF
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
 from stof.files import remove_temporaries

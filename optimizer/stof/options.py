@@ -26,7 +26,7 @@ from stof.arguments.checks import (
     or_none,
     refuse,
 )
-from stof.emissions import EMISSIONS, STOF, Emission
+from stof.arguments.emissions import EMISSIONS, STOF, Emission
 from stof.errors import ArgumentError
 from stof.targets import CPU, TARGETS, Target
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from stof.arguments.emissions import EMISSIONS, STOF, Emission
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
-from stof.emissions import EMISSIONS, STOF, Emission
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
 from stof.files.strict_json import quoted

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from stof.emissions import STOF
+from stof.arguments.emissions import STOF
 from stof.errors import shown
 from stof.files import strict_json
 from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of

@@ -15,7 +15,7 @@ import pytest
 
 import stof
 from stof import cli
-from stof.emissions import EMISSIONS, STANDARD
+from stof.arguments.emissions import EMISSIONS, STANDARD
 from stof.errors import ArgumentError
 from stof.graph.index import all_nodes
 from stof.ops import PLAN_FORMATS
@@ -151,7 +151,7 @@ def test_options_that_need_operators(arguments: dict[str, Any], words: str) -> N
 @pytest.mark.parametrize("value", ["Standard", "", "onnx", None, 1])
 def test_other_words(value: Any) -> None:
     """Words that name no emission."""
-    with pytest.raises(ArgumentError, match="emit .*expected"):
+    with pytest.raises(ArgumentError, match=r"emit .*expected"):
         Options(emit=value)
 
 

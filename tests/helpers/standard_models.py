@@ -8,9 +8,9 @@ from pathlib import Path
 import onnx
 
 import stof
+from stof.arguments.emissions import STANDARD
 from stof.attention.plan_entry import SitePlan
 from stof.attention.report import Step
-from stof.emissions import STANDARD
 from stof.options import Options
 from stof.plan import Plan
 from stof.report import Report

@@ -11,12 +11,12 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
+from stof.attention.edit.prune import Pruner
+from stof.attention.edit.site_frame import Layouts, SiteFrame, layouts_of, scope_of
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.op_inputs import NEUTRAL, build_operands, runtime_operand
-from stof.attention.prune import Pruner
 from stof.attention.relative_terms.body import RelativeProduct
 from stof.attention.relative_terms.tables import relative_index_of
-from stof.attention.site_frame import Layouts, SiteFrame, layouts_of, scope_of
 from stof.attention.tensorrt_constants import constants_attribute
 from stof.graph.editor import Editor
 from stof.graph.index import DOMAIN, opset_of

@@ -375,13 +375,16 @@ def test_windows_as_attributes(opset: int, tmp_path: Path) -> None:
         np.testing.assert_allclose(run(target, feeds)[0], form.define(feeds), atol=3e-5, rtol=3e-5)
 
 
-def test_half_precision(tmp_path: Path) -> None:
-    """In fp16 the site is verified widened, and the file runs in its own types."""
-    form = Form("m = Identity (s)", lambda s, _: s, "Attention-23", guard=False, dtype=np.float16)
+@pytest.mark.parametrize("rank", [3, 4])
+def test_half_precision(rank: int, tmp_path: Path) -> None:
+    """In fp16 the site is verified widened, and the file runs in its own types; the node has rank 4."""
+    form = Form("m = Identity (s)", lambda s, _: s, "Attention-23", guard=False, dtype=np.float16, rank=rank)
     report, target = force_standard(form.model(), tmp_path)
     assert [s.replaced for s in report.sites] == [True]
     assert report.verification is not None
     assert report.verification.widened
+    (node,) = (n for n in onnx.load(target).graph.node if n.op_type == "Attention")
+    assert not any(a.name == "q_num_heads" for a in node.attribute)
     feeds = form.feeds(2, 9, 9, 0)
     np.testing.assert_allclose(run(target, feeds)[0], form.define(feeds), atol=3e-3, rtol=3e-3)
 

@@ -17,8 +17,9 @@ LEAST_GAIN = 1.02  # below it the nodes stay
 _ADD, _CHOOSE, _GUARD, _REPEAT = 0.2, 0.45, 0.6, 0.03
 # Of the kernel: the attribute, lengths, a mask with few forbidden pairs, and what all forbidden pairs add to it.
 _CAUSAL, _LENGTHS, _MASK, _FORBIDDEN = 0.17, 0.03, 0.05, 0.4
+_REAL = 0.75  # of the keys, where a mask reads padding or lengths at run time
 _CAP = 0.28  # on both sides
-_MATMULS = 0.7  # of the whole at D = 64
+_MATMULS = 0.78  # of the whole at D = 64
 
 
 def estimate_gain(site: AttentionSite, problem: SiteProblem, form: StandardForm, length: int) -> GainEstimate:
@@ -32,5 +33,6 @@ def estimate_gain(site: AttentionSite, problem: SiteProblem, form: StandardForm,
     kernel = _CAUSAL if form.is_causal else 0.0
     kernel += _LENGTHS if form.lengths is not None else 0.0
     if form.has_mask or form.window != (-1, -1):
-        kernel += _MASK + _FORBIDDEN * (1 - density)
+        usual = _REAL if form.mask.vectors else 1.0
+        kernel += _MASK + _FORBIDDEN * (1 - density * usual)
     return GainEstimate(length, density, (both + nodes) / (both + kernel))

@@ -11,9 +11,9 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
+from stof.attention.edit.prune import Pruner
+from stof.attention.edit.site_frame import Layouts, SiteFrame, scope_of
 from stof.attention.op_inputs import runtime_operand
-from stof.attention.prune import Pruner
-from stof.attention.site_frame import Layouts, SiteFrame, scope_of
 from stof.attention.standard.decide import StandardRewrite
 from stof.attention.standard.mask_input import MaskInputs
 from stof.attention.subgraphs import Scope
