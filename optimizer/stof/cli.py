@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stof.arguments.checks import refuse
+from stof.arguments.emissions import EMISSIONS, STOF
 from stof.arguments.threshold_kinds import KINDS
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
@@ -76,6 +77,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is replaced, and for which device")
     group.add_argument("--target", choices=tuple(TARGETS), help="what choices are tuned for (cpu)")
     group.add_argument("--provider", choices=tuple(_BY_PROVIDER), help="the same, by ONNX Runtime's execution provider")
+    group.add_argument(
+        "--emit",
+        choices=tuple(EMISSIONS),
+        default=STOF.name,
+        help="standard: ONNX's own Attention where it gains, for runtimes that load no library (stof)",
+    )
     group.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use"
     )
@@ -294,6 +301,7 @@ def _run(arguments: argparse.Namespace) -> int:
         force=arguments.force,
         output=arguments.output,
         target=_target(arguments),
+        emit=arguments.emit,
         allow_tf32=arguments.allow_tf32,
         json=arguments.json,
         report=arguments.report,

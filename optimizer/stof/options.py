@@ -26,6 +26,7 @@ from stof.arguments.checks import (
     or_none,
     refuse,
 )
+from stof.arguments.emissions import EMISSIONS, STOF, Emission
 from stof.errors import ArgumentError
 from stof.targets import CPU, TARGETS, Target
 
@@ -45,6 +46,7 @@ class OptionArguments(TypedDict, total=False):
     """What :class:`Options` and :func:`stof.optimize` take by name, besides the output; :class:`Options` says what each is."""
 
     target: str
+    emit: str
     capability: int
     allow_tf32: bool
     json: PathLike | None
@@ -85,6 +87,8 @@ class Options:
     Attributes:
         output: the file to write, or the new folder; None: ``<name>.stof.onnx`` beside the input.
         target: "cpu", "cuda" or "tensorrt": what is replaced, and for what choices are tuned. The file stays portable.
+        emit: "stof" or "standard": what operators are written. "standard": those of ONNX alone, for runtimes that load no
+            library, on target "cpu".
         capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
         json: a file for the report as JSON; "-": standard output.
@@ -132,6 +136,7 @@ class Options:
 
     output: Path | None = None
     target: str = CPU.name
+    emit: str = STOF.name
     capability: int = 0
     allow_tf32: bool = False
     json: Path | None = None
@@ -182,6 +187,31 @@ class Options:
                 "unpad_capacity is for batches without padding, and unpad is 'off'; leave one of them out"
             )
 
+        if not self.emission.needs_library:
+            self._check_standard()
+
+    def _check_standard(self) -> None:
+        """Refuses what needs stof's operators, in a model that has none."""
+        needs = {
+            "sparsify": bool(self.sparsify),
+            "sparse_mlp": bool(self.sparse_mlp),
+            "tune": bool(self.tune),
+            "chains 'on'": self.chains == "on",
+            "unpad 'on'": self.unpad == "on",
+            "unpad_capacity": bool(self.unpad_capacity),
+            f"target {self.target!r}": self.tuned_for is not CPU,
+        }
+        if given := [name for name, is_given in needs.items() if is_given]:
+            raise ArgumentError(
+                f"emit is {self.emit!r}, and {given[0]} needs emit {STOF.name!r}, which writes stof's operators; leave one of "
+                "them out"
+            )
+
+    @property
+    def emission(self) -> Emission:
+        """What operators are written."""
+        return EMISSIONS[self.emit]
+
     @property
     def tuned_for(self) -> Target:
         """The target that is named."""
@@ -215,6 +245,7 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("capability", "verify_memory", "memory_limit"), check_count),
     **dict.fromkeys(("only", "skip"), check_texts),
     "target": one_of(*TARGETS, meant={"gpu": "cuda", "trt": "tensorrt"}),
+    "emit": one_of(*EMISSIONS),
     "chains": one_of(*CHAINS),
     "unpad": one_of(*UNPAD),
     "unpad_capacity": _check_capacity,

@@ -25,7 +25,7 @@ from stof.memory.memory_report import MemoryReport
 from stof.memory_bound.stage_memory import StageMemory
 from stof.op_parts import Measures, ReadsOptions
 from stof.op_rewrite import Job, OpSettings
-from stof.ops import OPS, PLAN_FORMATS
+from stof.ops import OPS, PLAN_FORMATS, STANDARD_OPS
 from stof.options import STANDARD_OUTPUT, Options
 from stof.plan import Plan, PlanEntry
 from stof.plan import load as load_plan
@@ -102,6 +102,7 @@ def run(
         when_failed: gets the report where verification fails.
     """
     report = Report(name, dry_run=options.dry_run or options.explain is not None, library=build_info())
+    report.emit = options.emit
     is_part = facts is not None
     command = command_of(name, replace(options, output=target if copies_unchanged else None))
     report.facts = facts or collect_facts(command if name == str(source) else "", report.library, options.tuned_for)
@@ -132,6 +133,8 @@ def run(
 
 def _describe_run(target: Path, options: Options) -> str:
     """What runs a written model with stof's operators."""
+    if not options.emission.needs_library:
+        return "it is plain ONNX: ONNX Runtime runs it without a library"
     if options.tuned_for.keeps_plugins:
         return f"build an engine: stof-trt build {target}"
     library = library_path()
@@ -148,7 +151,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     if options.verify and not report.dry_run:
         refuse_old_runtimes()
     _check_time_option(options, report.dry_run)
-    selections = dict(zip((op.key for op in OPS), select(options, [op.names for op in OPS]), strict=True))
+    ops = OPS if options.emission.needs_library else STANDARD_OPS
+    selections = dict(zip((op.key for op in ops), select(options, [op.names for op in ops]), strict=True))
     plan = _load_plan(options)
     with _measure_seconds(report, "load"), _as_model_error(source):
         graph, opset = load_with_opset(source)
@@ -166,6 +170,11 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
+    if earlier and not options.emission.needs_library:
+        raise ArgumentError(
+            f"--emit {options.emit} is for a model without stof's operators, and this one was optimized before; give the one "
+            "it was made from"
+        )
     if earlier:
         if options.memory_limit:
             report.memory = MemoryReport(missing="the model was optimized before", limit=options.memory_limit)
@@ -174,14 +183,18 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
             report.sections[key] = result.section
         empty: dict[str, tuple[PlanEntry, ...]] = {op.key: () for op in OPS if op.plan_format.required}
         entries = empty | {key: result.plan for key, result in earlier.items()}
-        _save_plan(Plan(entries, options.tuned_for), options)
+        _save_plan(Plan(entries, options.tuned_for, options.emission), options)
         return
     if plan is not None and plan.target is not options.tuned_for:
         raise ArgumentError(
             f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
         )
+    if plan is not None and plan.emission is not options.emission:
+        raise ArgumentError(
+            f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
+        )
     job = _prepare(report, _read_options(job, target, report.dry_run), target, user_inputs)
-    stages = rewrite(job, OPS)
+    stages = rewrite(job, ops)
     report.sections |= {s.op.key: s.decided.section for s in stages}
     report.nodes_before = len(graph.graph.node)
     memory = StageMemory(job)
@@ -197,7 +210,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     masks = job.run_time_masks
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
-    _save_plan(Plan(entries, options.tuned_for, digest, stated_thresholds(report), clauses), options)
+    _save_plan(Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses), options)
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from stof.arguments.emissions import EMISSIONS, STOF, Emission
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
@@ -65,6 +66,7 @@ class Plan:
 
     entries: Mapping[str, tuple[PlanEntry, ...]]
     target: Target = CPU
+    emission: Emission = STOF
     sparsity: str = ""  # digest of the patterns of --sparsify
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
     threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
@@ -76,6 +78,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
+        data |= {"emit": self.emission.name} if self.emission is not STOF else {}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
         data |= {_CLAUSES: list(self.threshold_clauses)} if self.threshold_clauses else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
@@ -120,9 +123,10 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
         where,
         "",
         data,
-        {"format", "version", "target", "sparsity", _CLAUSES, *(kind.plan_key for kind in KINDS), *formats},
+        {"format", "version", "target", "emit", "sparsity", _CLAUSES, *(kind.plan_key for kind in KINDS), *formats},
     )
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
+    emission = EMISSIONS[fields.text("emit", STOF.name, tuple(EMISSIONS))]
     entries: dict[str, tuple[PlanEntry, ...]] = {}
     for key, form in formats.items():
         if key not in data and not form.required:
@@ -140,7 +144,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     clauses = fields.take(_CLAUSES, list, [])
     if any(not isinstance(clause, str) for clause in clauses):
         raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
-    return Plan(entries, target, fields.text("sparsity", ""), thresholds, tuple(clauses))
+    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds, tuple(clauses))
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from stof.arguments.emissions import STOF
 from stof.errors import shown
 from stof.files import strict_json
 from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
@@ -252,6 +253,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    emit: str = STOF.name  # what operators are written
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
@@ -305,7 +307,17 @@ class Report:
         data: dict[str, Any] = {"model": self.model, "output": self.output}
         for section in self.sections.values():
             data |= section.to_json()
-        facts = ("copied", "nodes_before", "nodes_after", "dry_run", "verification", "seconds", "library", "notes")
+        facts = (
+            "emit",
+            "copied",
+            "nodes_before",
+            "nodes_after",
+            "dry_run",
+            "verification",
+            "seconds",
+            "library",
+            "notes",
+        )
         data |= {name: getattr(self, name) for name in (*facts, "optimized_before")}
         if self.verification is not None:
             data["verification"] = {**asdict(self.verification), "ok": not self.verification.failures}

@@ -25,6 +25,7 @@ EXPECTED = {
     RuntimeFault.PADDED_SLIDING_PROMPTS: (True,) * 7,
     RuntimeFault.HEAD_NORMS: (True,) * 7,
     RuntimeFault.NO_PAGED_ATTENTION: (True,) * 7,
+    RuntimeFault.NO_ATTENTION_WINDOWS: (True, True, True, True, True, False, False),
     RuntimeFault.SHORT_SPARSE_SEQUENCES: (True,) * 7,
 }
 

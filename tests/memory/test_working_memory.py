@@ -86,6 +86,32 @@ def test_working_memory_of_a_node(case: str) -> None:
     _compare(_model([helper.make_node(op, list(feed), ["y"], **attributes)], feed, ["y"]), feed)
 
 
+_HEADS = [_floats(1, 8, 640, 32)] * 3
+_ROWS = [_floats(2, 512, 128)] * 3
+_ATTENTIONS: dict[str, tuple[dict[str, np.ndarray], dict[str, Any]]] = {
+    "plain": (dict(zip("qkv", _HEADS, strict=True)), {}),
+    "causal": (dict(zip("qkv", _HEADS, strict=True)), {"is_causal": 1}),
+    "boolean mask": (dict(zip("qkv", _HEADS, strict=True)) | {"m": _floats(1, 8, 640, 640) > 0}, {}),
+    "float mask": (dict(zip("qkv", _HEADS, strict=True)) | {"m": _floats(1, 8, 640, 640)}, {}),
+    "rank 3": (dict(zip("qkv", _ROWS, strict=True)) | {"m": _floats(2, 1, 512, 512) > 0}, {"heads": 8}),
+    "lengths": (dict(zip("qkv", _HEADS, strict=True)) | {"n": np.array([300])}, {}),
+}
+
+
+@pytest.mark.parametrize("case", _ATTENTIONS)
+def test_attention(case: str) -> None:
+    """ONNX's Attention writes all scores."""
+    feed, attributes = _ATTENTIONS[case]
+    heads = attributes.get("heads", 0)
+    given = {"q_num_heads": heads, "kv_num_heads": heads} if heads else attributes
+    names = ["q", "k", "v", *(n if n in feed else "" for n in ("m", "", "", "n"))]
+    while not names[-1]:
+        names.pop()
+    model = _model([helper.make_node("Attention", names, ["y"], **given)], feed, ["y"])
+    model.opset_import[0].version, model.ir_version = 24, 11
+    _compare(model, feed)
+
+
 def test_bias_gelu() -> None:
     feed = {"x": _floats(8192, 512), "b": _floats(512)}
     _compare(_model([helper.make_node("BiasGelu", ["x", "b"], ["y"], domain="com.microsoft")], feed, ["y"]), feed)

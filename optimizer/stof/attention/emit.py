@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
+from stof.attention.edit.prune import Pruner
+from stof.attention.edit.site_frame import Layouts, SiteFrame, layouts_of, scope_of
 from stof.attention.function_body import OP, Variant, make_attention_function
 from stof.attention.op_inputs import NEUTRAL, build_operands, runtime_operand
-from stof.attention.prune import Pruner
 from stof.attention.relative_terms.body import RelativeProduct
 from stof.attention.relative_terms.tables import relative_index_of
 from stof.attention.tensorrt_constants import constants_attribute
@@ -24,7 +24,7 @@ from stof.graph.local_functions import add_functions, check_absent
 from stof.graph.protobuf import copy_model
 from stof.mask.empty_rows.weaker_rows import RowNumbers, join_rows, strictest_mask, weaker_mask, weaker_site
 from stof.mask.relative_roles import RELATIVE_BIAS, RELATIVE_BIAS_FACTOR
-from stof.mask.site import AttentionSite, Layout, LiftedMask, Operand
+from stof.mask.site import AttentionSite, LiftedMask
 from stof.symbolic import Symbolic
 
 
@@ -120,17 +120,9 @@ def _roles(rewrite: Rewrite) -> set[str]:
     return roles | {"sink"} if rewrite.site.sink is not None else roles
 
 
-Layouts = tuple[Layout, Layout, Layout, Layout]
-
-
-def _layouts(site: AttentionSite) -> Layouts:
-    query = site.query.layout if site.query_factor is None else Layout.BHSD  # the factor is [.., S or 1, 1]
-    return (query, site.key.layout, site.value.layout, site.output_layout)
-
-
 def _common_layouts(rewrites: Sequence[Rewrite]) -> Layouts:
     """The most frequent layout of query, key, value and output: all calls share a function body, so they have the same."""
-    columns = list(zip(*(_layouts(r.site) for r in rewrites), strict=True))
+    columns = list(zip(*(layouts_of(r.site) for r in rewrites), strict=True))
     query, key, value, output = (Counter(column).most_common(1)[0][0] for column in columns)
     return query, key, value, output
 
@@ -156,57 +148,18 @@ def _replace_site(
 ) -> None:
     site = rewrite.site
     parts = parts_of(rewrite)
-    layouts = function.layouts
-    output = editor.tensors[site.output]
-    replaced = output.inputs[0]
-    extra: list[gs.Node] = []
-    sizes = (
-        (site.num_heads, site.head_size),
-        (site.kv_num_heads, site.head_size),
-        (site.kv_num_heads, site.value_head_size),
-        (site.num_heads, site.value_head_size),
-    )
-    sources = (site.query, site.key, site.value)
-    tensors = [_in_layout(editor, extra, o, site.dtype, n) for o, (n, _) in zip(sources, sizes, strict=False)]
-    if site.query_factor is not None:
-        query_layouts = (site.query.layout, Layout.BHSD)
-        tensors[0] = _scale_query(
-            editor, extra, site, _convert_layout(editor, extra, tensors[0], site.dtype, query_layouts, sizes[0])
-        )
-    inputs = [
-        _convert_layout(editor, extra, tensor, site.dtype, (layout, wanted), size)
-        for tensor, layout, wanted, size in zip(tensors, _layouts(site), layouts, sizes, strict=False)
-    ]
-    output.inputs.clear()
-    wanted = (layouts[3], site.output_layout)
-    perm = list(site.output_perm)
-    is_reshaped = site.output_flat or site.output_joined or site.output_grouped
-    last = editor.variable(f"{site.output}_rows", site.dtype) if is_reshaped else output
-    written = editor.variable(f"{site.output}_laid", site.dtype) if perm else last
-    result = written if wanted[0] is wanted[1] else editor.variable(f"{site.output}_stof", site.dtype)
-    nodes = extra
+    frame = SiteFrame(editor, site, function.layouts)
+    inputs, result, nodes = frame.inputs, frame.result, frame.nodes
     if len(parts) == 1:
         nodes.append(_node(editor, symbolic, parts[0], function, inputs, {}, result, nodes))
     else:
         heads = dict(zip(("query", "key"), inputs, strict=False))
-        number, is_usual = numbers.find(site, rewrite.mask, heads, layouts, nodes)
+        number, is_usual = numbers.find(site, rewrite.mask, heads, function.layouts, nodes)
         both = [editor.variable(f"{site.output}_{word}", site.dtype) for word in ("strict", "weaker")]
         for part, made, tensor in zip(parts, ({}, {"segment_q": number}), both, strict=True):
             nodes.append(_node(editor, symbolic, part, function, inputs, made, tensor, nodes))
-        nodes += join_rows(editor, is_usual, layouts[3], both, parts[1].mask.empty_rows, result)
-    if result is not written:
-        _convert_layout(editor, nodes, result, site.dtype, wanted, sizes[3], written)
-    if perm:
-        nodes.append(editor.node("Transpose", last.name, [written], [last], perm=perm))
-    if site.output_flat:
-        shape = editor.initializer("stof_shape", np.array([-1, site.num_heads * site.value_head_size], np.int64))
-        nodes.append(editor.node("Reshape", output.name, [last, shape], [output]))
-    if site.output_joined:
-        nodes += _split_batch_axis(editor, site, last, output)
-    if site.output_grouped:
-        _reshape_heads(editor, nodes, last, (site.output_layout, 1), site.output_grouped, output)
-    editor.insert_before(replaced, nodes)
-    editor.declare(site.output, site.dtype)
+        nodes += join_rows(editor, is_usual, function.layouts[3], both, parts[1].mask.empty_rows, result)
+    frame.finish()
 
 
 def _node(
@@ -244,111 +197,5 @@ def _node(
         **dict(part.hints),
         **(constants_attribute(part.mask, function.slots) if part.tensorrt else {}),
     }
-    name = editor.fresh_node_name(f"{_scope(site.name)}/{OP}")
+    name = editor.fresh_node_name(f"{scope_of(site.name)}/{OP}")
     return gs.Node(OP, name, attributes, [*inputs, *operands], [result], DOMAIN)
-
-
-def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
-    """The operand's tensor, reshaped and transposed to its layout where it differs."""
-    tensor: gs.Tensor = editor.tensors[operand.tensor]
-    if operand.joined:
-        tensor = _merge_batch_axes(editor, nodes, tensor, dtype)
-    if operand.grouped:
-        out = editor.variable(f"{operand.tensor}_heads", dtype)
-        tensor = _reshape_heads(editor, nodes, tensor, (operand.layout, 2), (heads,), out)
-    if not operand.perm:
-        return tensor
-    out = editor.variable(f"{operand.tensor}_laid", dtype)
-    nodes.append(editor.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
-    return out
-
-
-def _slice_shape(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
-    """The sizes of axes ``start`` to ``end``; Shape takes no range below opset 15."""
-    sizes, some = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
-    limits = [editor.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
-    nodes.append(editor.node("Shape", sizes.name, [tensor], [sizes]))
-    nodes.append(editor.node("Slice", some.name, [sizes, *limits], [some]))
-    return some
-
-
-def _append_reshape(
-    editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, sizes: list[gs.Tensor], output: gs.Tensor
-) -> gs.Tensor:
-    target = editor.variable(f"{output.name}_shape", TensorProto.INT64)
-    nodes.append(editor.node("Concat", target.name, sizes, [target], axis=0))
-    nodes.append(editor.node("Reshape", output.name, [tensor, target], [output]))
-    return output
-
-
-def _merge_batch_axes(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
-    """A tensor of five axes with the first two merged."""
-    any_size = editor.initializer("stof_shape", np.array([-1], np.int64))
-    out = editor.variable(f"{tensor.name}_joined", dtype)
-    return _append_reshape(editor, nodes, tensor, [any_size, _slice_shape(editor, nodes, tensor, 2, 5)], out)
-
-
-def _reshape_heads(
-    editor: Editor,
-    nodes: list[gs.Node],
-    tensor: gs.Tensor,
-    source: tuple[Layout, int],
-    heads: Sequence[int],
-    output: gs.Tensor,
-) -> gs.Tensor:
-    """Reshapes the head axes of a tensor to sizes ``heads``; ``source`` is its layout and its number of head axes."""
-    first = 1 if source[0] is Layout.BHSD else 2
-    sizes = editor.initializer("stof_heads", np.array(heads, np.int64))
-    end = first + source[1]
-    outer = _slice_shape(editor, nodes, tensor, 0, first)
-    rest = _slice_shape(editor, nodes, tensor, end, end + (2 if first == 1 else 1))
-    return _append_reshape(editor, nodes, tensor, [outer, sizes, rest], output)
-
-
-def _split_batch_axis(editor: Editor, site: AttentionSite, tensor: gs.Tensor, output: gs.Tensor) -> list[gs.Node]:
-    """The nodes that write a result with the two batch axes of the query."""
-    nodes: list[gs.Node] = []
-    batch = _slice_shape(editor, nodes, editor.tensors[site.query.tensor], 0, 2)
-    _append_reshape(editor, nodes, tensor, [batch, _slice_shape(editor, nodes, tensor, 1, 4)], output)
-    return nodes
-
-
-def _scale_query(editor: Editor, nodes: list[gs.Node], site: AttentionSite, query: gs.Tensor) -> gs.Tensor:
-    """The query [B, H, S, D] times the factor by which the graph scales its scores."""
-    assert site.query_factor is not None
-    op, factor = site.query_factor
-    out = editor.variable(f"{site.query.tensor}_scaled", site.dtype)
-    nodes.append(editor.node(op, out.name, [query, editor.tensors[factor]], [out]))
-    return out
-
-
-def _convert_layout(
-    editor: Editor,
-    nodes: list[gs.Node],
-    tensor: gs.Tensor,
-    dtype: int,
-    layouts: tuple[Layout, Layout],
-    size: tuple[int, int],
-    output: gs.Tensor | None = None,
-) -> gs.Tensor:
-    """Converts a tensor from one layout to another; ``size`` is heads and head size, ``output`` the tensor to write, if any."""
-    steps: list[tuple[str, dict[str, object], list[int] | None]] = []
-    if layouts[0] is not layouts[1]:
-        if layouts[0] is Layout.BSN:
-            steps.append(("Reshape", {}, [0, 0, *size]))
-        if Layout.BHSD in layouts:
-            steps.append(("Transpose", {"perm": [0, 2, 1, 3]}, None))
-        if layouts[1] is Layout.BSN:
-            steps.append(("Reshape", {}, [0, 0, size[0] * size[1]]))
-    for i, (op, attributes, shape) in enumerate(steps):
-        last = i + 1 == len(steps) and output is not None
-        out = output if last and output is not None else editor.variable(f"{tensor.name}_{op.lower()}", dtype)
-        inputs = [tensor] if shape is None else [tensor, editor.initializer("stof_shape", np.array(shape, np.int64))]
-        nodes.append(editor.node(op, out.name, inputs, [out], **attributes))
-        tensor = out
-    return tensor
-
-
-def _scope(name: str) -> str:
-    """``/layers.0/attn`` for ``/layers.0/attn/Softmax``; a name without "/" as it is."""
-    return name.rpartition("/")[0] or name

@@ -10,11 +10,11 @@ from functools import partial
 
 import onnx
 
+from stof.attention.edit.shape_sources import ShapeSources
 from stof.attention.layouts import OperandLayout, layout_candidates
 from stof.attention.limits import element_types, largest_head_size
 from stof.attention.other_softmaxes import explain_other_softmax, name_default_inputs
 from stof.attention.scores import Scores, ScoreWalk
-from stof.attention.shape_sources import ShapeSources
 from stof.attention.sinks import Sink, find_sink
 from stof.attention.softmax_forms import SoftmaxForm, match_softmax
 from stof.attention.split_mask_sums import split_term

@@ -140,7 +140,7 @@ class AttentionRewrite(
         refused = [SiteReport(f.site, False, f.reason) for scope in described.scopes for f in scope.findings]
         section = SiteSection([*refused, *(c.report for c in choices)], earlier=kernels.earlier_measurements)
         decided = AttentionDecisions(described.scopes, choices, section)
-        section.pictures = _pictures(decided.rewrites)
+        section.pictures = draw_pictures(decided.rewrites)
         if job.options.report is not None:
             section.curves = {c.report.site: c.curve for c in choices if c.curve}
             section.drawings = draw_masks((r.site, r.mask) for r in decided.rewrites)
@@ -224,7 +224,7 @@ def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
     return rows
 
 
-def _pictures(rewrites: Sequence[Rewrite]) -> dict[str, list[str]]:
+def draw_pictures(rewrites: Sequence[Rewrite]) -> dict[str, list[str]]:
     """A drawing of each distinct mask, by its text."""
     pictures: dict[str, list[str]] = {}
     tried: set[MaskExpression] = set()

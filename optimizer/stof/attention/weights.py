@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
+from stof.attention.edit.shape_sources import ShapeSources
 from stof.attention.einsum import Order, einsum_matmuls
 from stof.attention.layouts import check_axes, output_layout
 from stof.attention.masked_weights import zeroes_masked_weights
@@ -25,7 +26,6 @@ from stof.attention.move_paths import (
     trace_axes,
 )
 from stof.attention.nan_to_num import find_identity_region
-from stof.attention.shape_sources import ShapeSources
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.mask.site import AddedValues, Layout, MaskTerm, TermKind

@@ -25,6 +25,7 @@ from stof.execution.shared_buffers import find_shared_buffers
 from stof.execution.stored_weights import StoredWeights
 from stof.files import is_utf8, open_regular
 from stof.graph.external_data import all_tensors, external_files, is_external
+from stof.graph.index import DOMAIN
 from stof.graph.protobuf import copy_with_nodes, remove_named
 from stof.runtime.library import library_path
 
@@ -139,34 +140,41 @@ class Sessions:
     def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> VerifiedSession:
         """A session on the CPU provider.
 
+        Args:
+            model: the model, or its file.
+            optimized: with graph optimizations.
+            library: it is the optimized model, and may have the plugin library: one without stof's operators has to run
+                without.
+
         Raises:
             RuntimeFailure: what ONNX Runtime raises.
             LimitReached: when it takes too long, or too much memory.
         """
         self.limits.check_time()
+        path = _library_for(model) if library else None
         shared = _shared_buffers_of(model) if isinstance(model, Path) else find_shared_buffers(model)
         # Copies of weights in the kernels' own layout would double the memory for runs that are not timed.
         entries = [("session.disable_prepacking", "1")]
         if isinstance(model, Path):
             if is_utf8(model) and not may_hold_collectives(model):
-                return self._session(str(model.absolute()), entries, optimized, library, shared)
+                return self._session(str(model.absolute()), entries, optimized, path, shared)
             model = _read_graph(model)  # ONNX Runtime takes names in UTF-8 only, but bytes, too
         model = drop_outputs_without_arrays(as_lone_rank(model))
         files = sorted(external_files(model))
         self._stored.keep_apart_from(files)
         if all((self.scratch / name).exists() for name in files):
-            return self._from_file(model, entries, optimized, library, shared)
+            return self._from_file(model, entries, optimized, path, shared)
         if not RuntimeFault.NO_DATA_FOLDER.is_present():
             model, folder = self._relocate_data(model, files)
             with _utf8_path(folder) as text:
                 entries.append(("session.model_external_initializers_file_folder_path", text))
-                return self._session(model.SerializeToString(), entries, optimized, library, shared)
+                return self._session(model.SerializeToString(), entries, optimized, path, shared)
         for name in files:  # versions without that option follow links, which later ones refuse
             link = self.scratch / name
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(self.weights / name)
-        return self._from_file(model, entries, optimized, library, shared)
+        return self._from_file(model, entries, optimized, path, shared)
 
     def _relocate_data(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
         """The model and the folder of its data, without links that lead out of it, which runtimes refuse."""
@@ -187,7 +195,7 @@ class Sessions:
         model: onnx.ModelProto,
         entries: list[tuple[str, str]],
         optimized: bool,
-        library: bool,
+        library: str | None,
         shared: tuple[tuple[str, str], ...],
     ) -> VerifiedSession:
         path = self.scratch / "model.onnx"
@@ -210,22 +218,28 @@ class Sessions:
         model: str | bytes,
         entries: list[tuple[str, str]],
         optimized: bool,
-        library: bool,
+        library: str | None,
         shared: tuple[tuple[str, str], ...],
     ) -> VerifiedSession:
         spec = SessionSpec(
             model,
-            library=str(library_path()) if library else "",
+            library=library or "",
             optimizations="all" if optimized else "none",
             entries=tuple(entries),
             without=_optimizers_left_out(),
             lean=self.lean,
             shared_buffers=shared,
         )
-        name = "the optimized model" if library else "the original"
+        name = "the original" if library is None else "the optimized model"
         with _explain_limits(f"load {name}", self.limits):
             session = create_session(spec, self.limits.seconds_left(), self.limits.memory)
         return VerifiedSession(session, name, self.limits)
+
+
+def _library_for(model: onnx.ModelProto | Path) -> str:
+    """The plugin library for a model that holds stof's operators; empty for any other."""
+    holds_operators = isinstance(model, Path) or any(e.domain == DOMAIN for e in model.opset_import)
+    return str(library_path()) if holds_operators else ""
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class KnownFault:
 
 
 class RuntimeFault(enum.Enum):
-    """The faults that verification works around. None of them changes what is written."""
+    """The faults that verification works around. With ``--emit standard`` NO_ATTENTION_WINDOWS decides what is written, too."""
 
     ATTENTION_FUSION_ABORTS = KnownFault(
         "the optimizer `AttentionFusion` ends the process at a LayerNormalization without bias", (1, 18), (1, 19)
@@ -54,6 +54,7 @@ class RuntimeFault(enum.Enum):
     )
     HEAD_NORMS = KnownFault("`GroupQueryAttention` refuses RMS norms of query and key heads", (1, 32))
     NO_PAGED_ATTENTION = KnownFault("`PagedAttention` has no kernel", (1, 32))
+    NO_ATTENTION_WINDOWS = KnownFault("`Attention` of opset 25 with window sizes is refused", (1, 31), (1, 32))
     SHORT_SPARSE_SEQUENCES = KnownFault("`SparseAttention` is wrong for sequences shorter than the total", (1, 32))
 
     def is_present(self) -> bool:

@@ -106,6 +106,24 @@ def _result(node: SessionNode, sizes: TensorSizes) -> list[int]:
     return [sizes.bytes(node.outputs[0])]
 
 
+def _attention(node: SessionNode, sizes: TensorSizes) -> list[int]:
+    """All scores, and a float mask that is gone before the result: a copy of a boolean one, or one of is_causal."""
+    attributes, inputs = attributes_of(node.proto), [*node.inputs, *[""] * 7]
+    query, key = sizes.shape(inputs[0]), sizes.shape(inputs[1])
+    axis = 2 if len(query) == 4 else 1
+    heads = query[1] if axis == 2 else int(attributes["q_num_heads"])
+    rows, keys = query[axis], key[axis] + (sizes.shape(inputs[4])[2] if inputs[4] else 0)
+    scores = query[0] * heads * rows * keys * 4
+    copied = 0
+    if inputs[3]:
+        shape = sizes.shape(inputs[3])
+        is_float = sizes.item_bytes(inputs[3]) > 1 and not attributes.get("is_causal", 0)
+        copied = 0 if is_float else math.prod(shape)
+    elif attributes.get("is_causal", 0) and not inputs[6]:
+        copied = rows * keys
+    return [scores, max(copied * 4 - sizes.bytes(node.outputs[0]), 0)]
+
+
 _BEFORE: Mapping[tuple[str, str], Rule] = {
     ("", "Einsum"): _einsum,
     ("", "HardSwish"): _result,
@@ -114,6 +132,7 @@ _BEFORE: Mapping[tuple[str, str], Rule] = {
     **{("", op): _variadic for op in ("Max", "Mean", "Min", "Sum")},
 }
 _AFTER: Mapping[tuple[str, str], Rule] = {
+    ("", "Attention"): _attention,
     ("", "ConvTranspose"): _conv_transpose,
     ("", "Dropout"): _dropout,
     ("", "LogSoftmax"): _softmax,

@@ -51,6 +51,7 @@ def _shapes(ranges: Mapping[str, tuple[int, int]]) -> list[str]:
 _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "output": _value("-o"),
     "target": _value("--target"),
+    "emit": _value("--emit"),
     "capability": lambda value: [],  # has no option
     "allow_tf32": _flag("--allow-tf32"),
     "json": _value("--json"),

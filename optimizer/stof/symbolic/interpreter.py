@@ -105,6 +105,7 @@ class Symbolic:
         standard_rules = standard.RULES | fused_attention.STANDARD | quantized.STANDARD
         self._rules = {
             **dict.fromkeys(STANDARD_DOMAINS, standard_rules),
+            "ai.onnx.preview": fused_attention.PREVIEW,
             "com.microsoft": contrib.RULES | fused_attention.CONTRIB | quantized.CONTRIB,
             "com.microsoft.nchwc": channel_blocks.RULES,
             "stof": stof_ops.RULES | dict(rules),

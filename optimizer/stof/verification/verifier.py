@@ -304,8 +304,10 @@ class _Run:
             self.result.sites_left += len(checks.sites)
             self.result.complete = False
             return comparisons
-        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], self.models.run_subgraph)
-        for comparison in chain(checks.compare(sites.emitted, captured), inside):
+        run = self.models.run_subgraph
+        by_run = checks.compare_by_run(sites.emitted, captured, run)
+        inside = checks.compare_subgraphs(sites.emitted, self.verifier.cases[0], run)
+        for comparison in chain(checks.compare(sites.emitted, captured), by_run, inside):
             comparisons.append(comparison)
             if time.monotonic() >= end:
                 break

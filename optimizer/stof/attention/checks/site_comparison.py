@@ -63,20 +63,52 @@ def compare_site(
     """The op on the tensors of ``arrays`` beside fp64 on the same, and beside what the original computed.
 
     ``calls``: a later one gives the rows that it computes in place of those of earlier ones.
+    """
+    multiplied, given = _multiply_query(site, arrays)
+    original = _undo_output_moves(multiplied, scores_shape(multiplied, given), given[site.output])
+    operands = [_lay_out(given, o) for o in (multiplied.query, multiplied.key, multiplied.value)]
+    try:
+        mine, policies = _run_calls(multiplied, calls, operands, given, original)
+    except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
+        return Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, str(error))
+    all_keys = EmptyRows.ALL.value in policies
+    return compare_result(site, mine, arrays, computed, ignore_empty_rows, has_all_policy=all_keys)
+
+
+def result_in_heads(site: AttentionSite, arrays: Mapping[str, np.ndarray], output: np.ndarray) -> np.ndarray:
+    """A site's output as [B, H, S, Dv]; ``arrays`` has its query and key."""
+    moved = _undo_output_moves(site, scores_shape(site, arrays), output)
+    return heads_in_layout(moved, site.output_layout, site.num_heads)
+
+
+def compare_result(
+    site: AttentionSite,
+    mine: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
+    computed: np.ndarray,
+    ignore_empty_rows: bool,
+    *,
+    has_all_policy: bool,
+) -> Comparison:
+    """A result [B, H, S, Dv] beside fp64 on the tensors of ``arrays``, and beside what the original computed.
+
     Of a large site some rows are compared (row_sample.py). Where NaN that forbidden keys carry makes the original NaN, fp32
     in its place tells how much rounding is allowed.
+
+    Args:
+        site: the attention.
+        mine: what took its place computed.
+        arrays: its tensors.
+        computed: its output in the original.
+        ignore_empty_rows: fully masked rows may differ.
+        has_all_policy: fully masked rows attend all keys by their scores.
     """
     captured = site, arrays
     site, arrays = _multiply_query(site, arrays)
     original = arrays[site.output]
     scores = scores_shape(site, arrays)
-    original, computed = (_undo_output_moves(site, scores, a) for a in (original, computed))
-    operands = [_lay_out(arrays, o) for o in (site.query, site.key, site.value)]
+    computed = _undo_output_moves(site, scores, computed)
     what = f"site {site.name!r}"
-    try:
-        mine, policies = _run_calls(site, calls, operands, arrays, original)
-    except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
-        return Comparison(what, np.inf, 0.0, False, site.name, str(error))
     baseline = heads_in_layout(computed, site.output_layout, site.num_heads)
     shape, total = baseline.shape, baseline.size
     empty = ~np.isfinite(baseline).all(-1) | (mine == 0).all(-1)
@@ -94,7 +126,7 @@ def compare_site(
         return Comparison(
             what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, mine, baseline, "(b, h, q, d) = ")
         )
-    rows, soft = _choose_exact_rows(baseline, exact, tops, has_all_policy=EmptyRows.ALL.value in policies)
+    rows, soft = _choose_exact_rows(baseline, exact, tops, has_all_policy=has_all_policy)
     rest = np.nan if ignore_empty_rows else exact if soft else baseline.astype(np.float64)
     target = np.where(rows[..., None], exact, rest)
     good = np.isfinite(baseline) & np.isfinite(target)

@@ -115,7 +115,7 @@ class SiteDecider:
                 reason = "" if described.entry else self.kernels.reason_to_leave(problem, estimates[:-1])
         reason = self.choice.reason_kept(NamedCandidate(site.name, site.index), reason)
         if reason or problem is None or mask is None:
-            return _keep(described.row, step, reason)
+            return keep_site(described.row, step, reason)
         return self._replace(described, problem, mask, estimates[-1])
 
     def _replace(self, described: DescribedSite, problem: SiteProblem, mask: LiftedMask, shown: GainEstimate) -> Choice:
@@ -123,7 +123,7 @@ class SiteDecider:
         site, entry = described.site, described.entry
         gain = shown.gain if self.options.tuned_for.estimates_gains else None
         planned = dict(entry.hints).get("kernel", "") if entry else None
-        kernel, hint = self.kernels.kernel(problem, Use(self._batch(site), self._lengths(site), planned))
+        kernel, hint = self.kernels.kernel(problem, Use(self._batch(site), self.lengths_of(site), planned))
         hints = entry.hints if entry else (("kernel", hint),) if hint else ()
         row = replace(
             described.row,
@@ -143,7 +143,7 @@ class SiteDecider:
 
     def _estimate_gains(self, site: AttentionSite, problem: SiteProblem) -> list[GainEstimate]:
         """The estimates at the lengths in use, and at last the one that the report shows."""
-        lengths = self._lengths(site)
+        lengths = self.lengths_of(site)
         key = problem, lengths
         if key not in self.estimates:
             shown = min(max(lengths[0], REPORT_LENGTH), lengths[-1])
@@ -152,7 +152,7 @@ class SiteDecider:
 
     def _curve(self, site: AttentionSite, problem: SiteProblem) -> tuple[tuple[int, float], ...]:
         """Estimated gains at the ends of the lengths in use, and at lengths between them."""
-        lengths = self._lengths(site)
+        lengths = self.lengths_of(site)
         least, most = lengths[0], lengths[-1]
         if not self.options.tuned_for.estimates_gains or least == most:
             return ()
@@ -170,7 +170,7 @@ class SiteDecider:
         except UnsupportedError:
             return 1
 
-    def _lengths(self, site: AttentionSite) -> tuple[int, ...]:
+    def lengths_of(self, site: AttentionSite) -> tuple[int, ...]:
         """The lengths at which a site must not lose: the fixed one, or the range of ``--shape``, or the usual one."""
         least, most = (_length(site.dims[3], self.options, i) for i in (0, 1))
         return tuple(sorted({least, max(least, (least + most) // 4), most}))
@@ -185,5 +185,6 @@ def _length(size: Int, options: Options, end: int) -> int:
     return max(1, min(length, _LONGEST))
 
 
-def _keep(row: SiteReport, step: Step, reason: str) -> Choice:
+def keep_site(row: SiteReport, step: Step, reason: str) -> Choice:
+    """The outcome for a site that stays as it is."""
     return Choice(replace(row, reason=reason, step=step), SitePlan(row.site, False, reason=reason))

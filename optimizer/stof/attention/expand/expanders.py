@@ -6,6 +6,7 @@ from __future__ import annotations
 import onnx
 
 from stof.attention.expand.contrib import expand_contrib_attention, expand_multi_head, refuse_decoder_masked
+from stof.attention.expand.flex_attention import PREVIEW, expand_flex_attention
 from stof.attention.expand.gqa import expand_group_query
 from stof.attention.expand.onnx_attention import expand_onnx_attention
 from stof.attention.expand.softmax_wrappers import unwrap_softmaxes
@@ -24,6 +25,7 @@ def _refuse_quantized(_: FusedNode) -> None:
 
 _EXPANDERS: dict[tuple[str, str], Expander] = {
     ("", "Attention"): expand_onnx_attention,
+    (PREVIEW, "FlexAttention"): expand_flex_attention,
     (_MICROSOFT, "Attention"): expand_contrib_attention,
     (_MICROSOFT, "DecoderMaskedMultiHeadAttention"): refuse_decoder_masked,
     (_MICROSOFT, "GroupQueryAttention"): expand_group_query,

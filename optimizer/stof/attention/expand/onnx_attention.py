@@ -33,6 +33,8 @@ _ATTRIBUTES = (
     *("is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode", "right_window_size"),
     *("scale", "softcap", "softmax_precision"),
 )
+_WINDOWS = frozenset({"left_window_size", "right_window_size"})
+_WINDOWS_SINCE = 25  # the opset
 _MODES = ("the scaled scores", "the capped scores", "the masked scores", "the attention weights")
 
 
@@ -51,12 +53,11 @@ class _OnnxAttentionExpander:
         self.fused = fused
         self.builder: Builder = fused.builder
         self.symbolic = fused.symbolic
-        self.attributes = fused.attributes
 
     def expand(self) -> None:
         b, fused = self.builder, self.fused
         if fused.output(3) and fused.is_used(3):
-            mode = int(self.attributes.get("qk_matmul_output_mode", 0))
+            mode = fused.integer("qk_matmul_output_mode", 0)
             words = _MODES[mode] if 0 <= mode < len(_MODES) else f"mode {mode}"
             raise UnsupportedError(f"its output qk_matmul_output ({words} [B, H, S, T]) is used")
         query, key, value = (fused.input(i) for i in range(3))
@@ -66,6 +67,7 @@ class _OnnxAttentionExpander:
         packed = len(shapes[0]) == 3
         heads, groups = self._heads(shapes, packed)
         check_groups(heads, groups)
+        fused.precision("softmax_precision", TensorProto.FLOAT)
         widths = [self._width(s, n, packed) for s, n in zip(shapes, (heads, groups, groups), strict=True)]
         dtype = require_float_type(self.symbolic, query)
         if packed:
@@ -83,9 +85,9 @@ class _OnnxAttentionExpander:
             *present,
             heads,
             groups,
-            float(self.attributes.get("scale", 1.0 / np.sqrt(widths[0]))),
+            fused.number("scale", 1.0 / np.sqrt(widths[0])),
             dtype,
-            float(self.attributes.get("softcap", 0.0)),
+            self._softcap(),
             masks,
             guard=True,
         )
@@ -96,9 +98,15 @@ class _OnnxAttentionExpander:
         for i in (1, 2):
             fused.set_output(i, present[i - 1])
 
+    def _softcap(self) -> float:
+        softcap = self.fused.number("softcap", 0.0)
+        if softcap < 0:
+            raise UnsupportedError(f"softcap is {softcap:g}, expected 0 (none) or more")
+        return softcap
+
     def _heads(self, shapes: list[tuple[Int, ...]], packed: bool) -> tuple[int, int]:
         if packed:
-            counts = [int(self.attributes.get(n, 0)) for n in ("q_num_heads", "kv_num_heads")]
+            counts = [self.fused.integer(n, 0) for n in ("q_num_heads", "kv_num_heads")]
             if min(counts) < 1:
                 raise UnsupportedError(f"q_num_heads and kv_num_heads are {counts}, expected 1 or more for Q of rank 3")
             return counts[0], counts[1]
@@ -135,10 +143,19 @@ class _OnnxAttentionExpander:
         return b.add("Sub", [lengths, axis_size(b, query, 2)]), lengths
 
     def _band(self) -> Band:
-        left, right = (int(self.attributes.get(f"{side}_window_size", -1)) for side in ("left", "right"))
+        fused = self.fused
+        if fused.opset < _WINDOWS_SINCE and (given := sorted(_WINDOWS & set(fused.attributes))):
+            raise UnsupportedError(
+                f"it has attribute {given[0]!r}, which opset {fused.opset} of the model does not have; it is of "
+                f"opset {_WINDOWS_SINCE}"
+            )
+        left, right = (fused.integer(f"{side}_window_size", -1) for side in ("left", "right"))
         if min(left, right) < -1:
             raise UnsupportedError(f"window sizes {left} and {right}, expected -1 or more")
-        if self.attributes.get("is_causal", 0):
+        causal = fused.integer("is_causal", 0)
+        if causal not in (0, 1):
+            raise UnsupportedError(f"is_causal is {causal}, expected 0 or 1")
+        if causal:
             right = 0
         return Band(None if left < 0 else left, None if right < 0 else right)
 

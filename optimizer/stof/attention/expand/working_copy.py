@@ -7,12 +7,14 @@ nodes of replaced sites are expanded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import onnx
+from onnx import AttributeProto, TensorProto, helper
 
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, domain_of, node_tensors, opset_of
@@ -23,6 +25,7 @@ from stof.mask.site import AttentionSite, Finding
 from stof.symbolic import Symbolic
 
 _MARK = "/stof_"  # in the names of tensors of expanded nodes
+_PRECISIONS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
 
 
 def stands_for_fused(site: AttentionSite) -> bool:
@@ -67,6 +70,46 @@ class FusedNode:
         """The node's attributes by name; strings as bytes."""
         return attributes_of(self.node)
 
+    def integer(self, name: str, default: int) -> int:
+        """An attribute that is an integer.
+
+        Raises:
+            UnsupportedError: when it is of another type.
+        """
+        return int(self._typed(name, AttributeProto.INT, "an integer", default))
+
+    def number(self, name: str, default: float) -> float:
+        """An attribute that is a finite float.
+
+        Raises:
+            UnsupportedError: when it is of another type, NaN or infinite.
+        """
+        value = float(self._typed(name, AttributeProto.FLOAT, "a float", default))
+        if not math.isfinite(value):
+            raise UnsupportedError(f"its attribute {name!r} is {value}, expected a finite number")
+        return value
+
+    def precision(self, name: str, default: int) -> int:
+        """An attribute that names the float type of a softmax.
+
+        Raises:
+            UnsupportedError: when it names another type, or is no integer.
+        """
+        dtype = self.integer(name, default)
+        if dtype not in _PRECISIONS:
+            named = ", ".join(f"{d} ({TensorProto.DataType.Name(d)})" for d in sorted(_PRECISIONS))
+            raise UnsupportedError(f"its attribute {name!r} is {dtype}, expected one of {named}")
+        return dtype
+
+    def _typed(self, name: str, kind: int, words: str, default: object) -> Any:
+        attribute = next((a for a in self.node.attribute if a.name == name), None)
+        if attribute is None:
+            return default
+        if attribute.type != kind:
+            found = AttributeProto.AttributeType.Name(attribute.type)
+            raise UnsupportedError(f"its attribute {name!r} is of type {found}, expected {words}")
+        return helper.get_attribute_value(attribute)
+
     def past(self, first: int, second: int) -> tuple[str, str]:
         """The inputs past_key and past_value, empty where there is no past.
 
@@ -91,7 +134,7 @@ class FusedNode:
         nodes = self.builder.nodes
         writer = next((n for n in reversed(nodes) if tensor in n.output), None)
         if writer is None:
-            nodes.append(onnx.helper.make_node("Identity", [tensor], [name], name=f"{self.builder.prefix}out{i}"))
+            nodes.append(helper.make_node("Identity", [tensor], [name], name=f"{self.builder.prefix}out{i}"))
             return
         for node in nodes:
             for field_ in (node.input, node.output):

@@ -14,8 +14,8 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
+from stof.attention.edit.shape_sources import ShapeSources
 from stof.attention.relative_terms.row_axes import REGROUPING, Cut, cuts_of_inputs
-from stof.attention.shape_sources import ShapeSources
 from stof.graph.editor import Editor
 from stof.graph.node_fields import attributes_of
 from stof.mask.site import AttentionSite, RowRange

@@ -40,22 +40,30 @@ class RowProver:
         # Under a floor a row of -inf becomes one of equal scores.
         if is_static or site.floored or mask.empty_rows not in (EmptyRows.MEAN, EmptyRows.ALL):
             return mask
-        key = (mask, site.dims, site.query_offset)
-        if key not in self._proven:
-            self._proven[key] = self._has_finite_biases(mask) and leaves_a_key(site, mask)
-        if not self._proven[key]:
+        if not self.has_key_in_every_row(site, mask):
             return mask
         notes = tuple(n for n in mask.notes if n.reason is not NoteReason.BIAS_MAY_FORBID)
         return replace(mask, empty_rows=EmptyRows.ZERO if site.nan_guard else EmptyRows.NAN, notes=notes)
 
+    def has_key_in_every_row(self, site: AttentionSite, mask: LiftedMask) -> bool:
+        """Whether it is proven that mask and biases leave every row a key."""
+        key = (mask, site.dims, site.query_offset)
+        if key not in self._proven:
+            self._proven[key] = self._has_finite_biases(mask) and leaves_a_key(site, mask)
+        return self._proven[key]
+
     def _has_finite_biases(self, mask: LiftedMask) -> bool:
         """Whether the biases of a mask and their sum, which is fp32 where there are several, are finite everywhere."""
+        return self.bias_bound(mask) <= -FLOOR
+
+    def bias_bound(self, mask: LiftedMask) -> float:
+        """The largest absolute value of the sum of a mask's biases; infinite where nothing is known."""
         total = 0.0
         for term in mask.bias:
             if term.kind is not TermKind.ADD:  # a selection becomes -inf
-                return False
+                return math.inf
             total += self.bounds.of(term.tensor) * abs(term.scale)
         if mask.relative is not None:
             table = np.frombuffer(mask.relative.data, np.float32)
             total += float(np.abs(table).max(initial=0.0))
-        return not math.isnan(total) and total <= -FLOOR
+        return math.inf if math.isnan(total) else total

@@ -11,21 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from stof.graph.editor import Editor
+from stof.graph.import_nodes import import_nodes, select_needed
 from stof.graph.index import opset_of
 from stof.graph.node_builder import Builder
-from stof.graph.node_fields import attributes_of
 from stof.mask.expression import PADDING, MaskExpression
 from stof.mask.expression_nodes import TRUE, B, Binary, Constant, Lookup, Name, Node, Q, join
 from stof.mask.relative_roles import RELATIVE_VALUE
 from stof.mask.site import AttentionSite, EmptyRows, Layout, LiftedMask, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes
-
-_BOOLEAN = frozenset({"And", "Or", "Not", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
 
 
 def strictest_mask(mask: LiftedMask) -> LiftedMask:
@@ -146,7 +143,7 @@ class RowNumbers:
             rows = b.add("Concat", [b.constant([1]), b.unsqueeze(sizes.S, [0])], axis=0)
             total = b.add("Expand", [total, rows])
         is_usual = b.add("Equal", [total, b.constant(0, np.int32)])
-        made = _import_nodes(self.editor, _select_needed(b.nodes, [total, is_usual]), inputs, nodes)
+        made = import_nodes(self.editor, select_needed(b.nodes, [total, is_usual]), inputs, nodes, "stof_rows")
         return made[total], made[is_usual]
 
 
@@ -226,46 +223,3 @@ def join_rows(
         editor.node("Unsqueeze", wide.name, [is_usual, where], [wide]),
         editor.node("Where", result.name, [wide, *both], [result]),
     ]
-
-
-def _select_needed(protos: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
-    """The nodes on which some tensors depend."""
-    read = set(outputs)
-    needed = []
-    for proto in reversed(protos):
-        if read & set(proto.output):
-            needed.append(proto)
-            read.update(proto.input)
-    return needed[::-1]
-
-
-def _import_nodes(
-    editor: Editor, protos: Sequence[onnx.NodeProto], inputs: Mapping[str, gs.Tensor], nodes: list[gs.Node]
-) -> dict[str, gs.Tensor]:
-    """Appends nodes of a builder to those of an edit; returns the tensors by the builder's names."""
-    tensors: dict[str, gs.Tensor] = dict(inputs)
-    types: dict[str, int] = {}
-    for proto in protos:
-        attributes = attributes_of(proto)
-        out = proto.output[0]
-        if proto.op_type == "Constant":
-            array = numpy_helper.to_array(attributes["value"])
-            types[out] = helper.np_dtype_to_tensor_dtype(array.dtype)
-            tensors[out] = editor.initializer("stof_rows", array)
-            continue
-        first = types.get(proto.input[0], TensorProto.INT64)
-        types[out] = (
-            attributes["to"]
-            if proto.op_type == "Cast"
-            else TensorProto.BOOL
-            if proto.op_type in _BOOLEAN
-            else TensorProto.INT64
-            if proto.op_type == "Shape"
-            else first
-        )
-        variable = editor.variable(f"stof_rows_{proto.op_type.lower()}", types[out])
-        nodes.append(
-            editor.node(proto.op_type, variable.name, [tensors[n] for n in proto.input], [variable], **attributes)
-        )
-        tensors[out] = variable
-    return tensors

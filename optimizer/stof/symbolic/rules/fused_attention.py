@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape rules of fused attention operators: ONNX ``Attention`` and those of domain com.microsoft."""
+"""Shape rules of fused attention operators: of the standard, its preview and domain com.microsoft."""
 
 from __future__ import annotations
 
@@ -121,7 +121,18 @@ def paged_attention(context: RuleContext) -> list[Fact] | None:
     return [output, *caches]
 
 
+def _flex_attention(context: RuleContext) -> list[Fact] | None:
+    q, k, v = (context.shape(i) for i in range(3))
+    dtype = context.fact(0).dtype
+    if q is None or k is None or v is None or not len(q) == len(k) == len(v) == 4:
+        return [Fact(dtype)]
+    context.equate_shapes((q[0], k[0], q[3]), (k[0], v[0], k[3]))
+    context.equate_shapes(k[1:3], v[1:3])
+    return [Fact(dtype, (*q[:3], v[3]))]
+
+
 STANDARD: dict[str, Rule] = {"Attention": _attention}
+PREVIEW: dict[str, Rule] = {"FlexAttention": _flex_attention}
 CONTRIB: dict[str, Rule] = {
     "Attention": _contrib_attention,
     "GroupQueryAttention": _grouped_query,

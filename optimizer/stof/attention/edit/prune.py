@@ -12,7 +12,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from stof.attention.shape_sources import ShapeSource, ShapeSources
+from stof.attention.edit.shape_sources import ShapeSource, ShapeSources
 from stof.graph.editor import Editor, captured_gs_tensors
 from stof.graph.index import GraphIndex
 from stof.mask.site import AttentionSite
