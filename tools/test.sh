@@ -228,7 +228,7 @@ if wants genai; then
   export STOF_LIBRARY=$library
   .venv-genai/bin/python tests/genai/check_tokens.py
   PYTHONPATH=optimizer .venv-genai/bin/python tests/genai/check_trained_pattern.py
-  PYTHONPATH=optimizer:. .venv-genai/bin/python -m pytest -q tests/command/test_genai_folders.py
+  PYTHONPATH=optimizer:. .venv-genai/bin/python -m pytest -q tests/folders/test_genai_folders.py
   rm -rf build/genai-example
   .venv-genai/bin/python models/genai.py -o build/genai-example llama-fp32
   PYTHONPATH=optimizer .venv-genai/bin/python examples/genai_folder.py build/genai-example/llama-fp32 build/genai-example/fast

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from tests.command.test_cli import ATTENTION, WINDOW, text
-from tests.command.test_folders import put
+from tests.folders.test_folders import put
 
 import stof
 from stof.options import Options

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.cached_attention.gqa_models import Shape, model_of
 from tests.command.test_cli import refused, snapshot
-from tests.command.test_folders import PLAIN, names, outputs, put
+from tests.folders.test_folders import PLAIN, names, outputs, put
 
 import stof
 from stof import cli
