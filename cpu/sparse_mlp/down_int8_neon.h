@@ -10,8 +10,13 @@ namespace stof {
 namespace cpu {
 namespace {
 
-constexpr int64_t kBlockColumns = 32;              // columns that are summed at a time
-constexpr int kBlockVectors = 8;                   // of four columns each
+constexpr int64_t kBlockColumns = 32;  // columns that are summed at a time
+constexpr int kBlockVectors = 8;       // of four columns each
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int kTokensTogether = 2;  // 16 sums of 4 columns
+#else
+constexpr int kTokensTogether = 1;  // 16, since those of ByteSums are halves
+#endif
 constexpr int64_t kQuadBytes = kBlockColumns * 4;  // of four rows in a block of a copy
 static_assert(kInt8Step % kBlockColumns == 0, "a step is whole blocks");
 
@@ -169,10 +174,11 @@ void AddPackedColumns(const uint8_t* packed, int64_t quads, const TokenHidden* t
                       int64_t tokens_count, const GroupScales<E>& group, int64_t n, int64_t columns, float* sums,
                       int64_t stride) {
   int64_t t = 0;
-  for (; t + 2 <= tokens_count; t += 2) {
-    AddPackedTokens<kBits, 2>(packed, quads, tokens, of + t, group, n, columns, sums, stride);
+  for (; t + kTokensTogether <= tokens_count; t += kTokensTogether) {
+    AddPackedTokens<kBits, kTokensTogether>(packed, quads, tokens, of + t, group, n, columns, sums, stride);
   }
-  if (t < tokens_count) AddPackedTokens<kBits, 1>(packed, quads, tokens, of + t, group, n, columns, sums, stride);
+  for (; t < tokens_count; ++t)
+    AddPackedTokens<kBits, 1>(packed, quads, tokens, of + t, group, n, columns, sums, stride);
 }
 
 // Adds the columns of a copy to the sums of the tokens `of`.
