@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts ended exports aarch64)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels aarch64 engines wheel packages genai pytorch optimum texts ended exports)
 # Other optimization levels, AArch64 under an emulator, and what takes long or needs torch (2 GB environments of their own): that
 # the stored graphs are what it exports, that ONNX Runtime GenAI generates the same tokens.
 long_parts=(levels aarch64 packages genai pytorch optimum texts ended exports)

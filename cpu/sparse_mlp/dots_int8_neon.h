@@ -14,18 +14,15 @@ namespace cpu {
 namespace {
 
 // Four sums of products of bytes: lane i adds those of byte 4 i to 4 i + 3.
-#if defined(__ARM_FEATURE_DOTPROD)
 class ByteSums {
  public:
+#if defined(__ARM_FEATURE_DOTPROD)
   void Add(int8x16_t a, int8x16_t b) { sums_ = vdotq_s32(sums_, a, b); }
   int32x4_t Value() const { return sums_; }
 
  private:
   int32x4_t sums_ = {};
-};
 #else
-class ByteSums {
- public:
   void Add(int8x16_t a, int8x16_t b) {  // a product has at most 15 bits and a sign
     low_ = vpadalq_s16(low_, vmull_s8(vget_low_s8(a), vget_low_s8(b)));
     high_ = vpadalq_s16(high_, vmull_high_s8(a, b));
@@ -34,8 +31,8 @@ class ByteSums {
 
  private:
   int32x4_t low_ = {}, high_ = {};  // of bytes 0 to 7 and 8 to 15: lane i adds bytes 2 i and 2 i + 1
-};
 #endif
+};
 
 // Bytes less 128, as signed ones.
 inline int8x16_t LessHalf(uint8x16_t bytes) { return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(0x80))); }
