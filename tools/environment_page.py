@@ -32,6 +32,7 @@ _TESTS = (
     ("`STOF_GENERATED_SEED`", "tests", "the seed of the generated graphs"),
     ("`STOF_CASE`, `STOF_SAMPLE`", "C++ tests on a GPU", "one seed; every n-th case"),
     ("`STOF_SHARD`", "C++ chain tests", "`i/n`: case i and every n-th after it"),
+    ("`STOF_EFFORT`", "C++ tests", "above 0, at most 1: the share of random cases; less under an emulator"),
     ("`STOF_SOAK_SECONDS`", "the soak test", "how long it runs"),
     ("`STOF_CHECK_WAVES`", "`tools/check_gpu.sh`", "which waves of suites run"),
     ("`STOF_PREPARED`", "`tools/bench_gpu.sh`", "the folder of prepared models"),

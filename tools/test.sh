@@ -5,10 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts integrations ended exports)
-# Other optimization levels, and what takes long or needs torch (2 GB environments of their own): that the stored graphs are what
-# it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels packages genai pytorch optimum texts integrations ended exports)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels aarch64 engines wheel packages genai pytorch optimum texts
+  integrations ended exports)
+# Other optimization levels, AArch64 under an emulator, and what takes long or needs torch (2 GB environments of their own): that
+# the stored graphs are what it exports, that ONNX Runtime GenAI generates the same tokens.
+long_parts=(levels aarch64 packages genai pytorch optimum texts integrations ended exports)
 library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts integrations ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
@@ -198,6 +199,13 @@ if wants levels; then
     cmake --build --preset $preset --target stof_tests
     ctest --preset $preset
   done
+  end
+fi
+
+# The kernels of NEON, by a cross compiler and QEMU.
+if wants aarch64; then
+  begin AArch64
+  bash tools/test_aarch64.sh
   end
 fi
 

@@ -8,6 +8,7 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/simd/algorithms.h"
+#include "cpu/simd/lanes.h"
 #include "cpu/simd/math.h"
 #include "cpu/simd/quantized.h"
 
@@ -34,8 +35,19 @@ __attribute__((noinline)) void Scores(const float* q, int64_t ldq, int64_t size,
 #pragma GCC unroll 4
     for (int j = 0; j < kBlock; ++j) sum[r][j] = Simd::Set1(start[r]);
   }
+  int64_t d = 0;
+#if defined(STOF_NEON)
+  for (; d + 4 <= size; d += 4) {
+    AddFourSteps(
+        [&](int r) { return Simd::Load(q + r * ldq + d); },
+        [&](int step, int j) {
+          return Simd::Load(keys + (d + step) * kPanel + j / kPerPanel * panel_stride + j % kPerPanel * kWidth);
+        },
+        sum);
+  }
+#endif
 #pragma GCC unroll 4
-  for (int64_t d = 0; d < size; ++d) {
+  for (; d < size; ++d) {
     V key[kBlock];
 #pragma GCC unroll 4
     for (int j = 0; j < kBlock; ++j) {
@@ -103,12 +115,20 @@ __attribute__((noinline)) void AddValues(const float* p, int64_t ldp, const Run*
   for (int i = 0; i < count; ++i) {
     const int64_t last = runs[i].last;
     const Stored* value = v + runs[i].first * ldv;
+    constexpr int64_t kBytes = kBlock * kWidth * static_cast<int64_t>(sizeof(Stored));
+    int64_t k = runs[i].first;
+#if defined(STOF_NEON)
+    for (; k + 4 <= last; k += 4, value += 4 * ldv) {
+      if constexpr (kAhead) Prefetch(ahead + k * kBytes, 4 * kBytes);
+      AddFourSteps([&](int r) { return Simd::Load(p + r * ldp + k); },
+                   [&](int step, int j) { return LoadFloats(value + step * ldv + j * kWidth); }, sum);
+    }
+#endif
 #pragma GCC unroll 4
-    for (int64_t k = runs[i].first; k < last; ++k, value += ldv) {
+    for (; k < last; ++k, value += ldv) {
       V x[kBlock];
 #pragma GCC unroll 8
       for (int j = 0; j < kBlock; ++j) x[j] = LoadFloats(value + j * kWidth);
-      constexpr int64_t kBytes = kBlock * kWidth * static_cast<int64_t>(sizeof(Stored));
       if constexpr (kAhead) Prefetch(ahead + k * kBytes, kBytes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -156,6 +176,22 @@ inline void PackPanel(const float* rows, int64_t stride, int64_t count, int64_t 
           _mm256_storeu_ps(to + (d + i) * kPanel + half, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
           _mm256_storeu_ps(to + (d + i + 4) * kPanel + half, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
         }
+      }
+    }
+  }
+#elif defined(STOF_NEON)
+  if (count == kPanel) {
+    for (; d + 4 <= size; d += 4) {
+      for (int first = 0; first < kPanel; first += 4) {
+        const float* from = rows + first * stride + d;
+        const float32x4_t a = vld1q_f32(from), b = vld1q_f32(from + stride);
+        const float32x4_t c = vld1q_f32(from + 2 * stride), e = vld1q_f32(from + 3 * stride);
+        const float32x4x2_t ac = vzipq_f32(a, c), be = vzipq_f32(b, e);
+        const float32x4x2_t low = vzipq_f32(ac.val[0], be.val[0]), high = vzipq_f32(ac.val[1], be.val[1]);
+        vst1q_f32(to + d * kPanel + first, low.val[0]);
+        vst1q_f32(to + (d + 1) * kPanel + first, low.val[1]);
+        vst1q_f32(to + (d + 2) * kPanel + first, high.val[0]);
+        vst1q_f32(to + (d + 3) * kPanel + first, high.val[1]);
       }
     }
   }

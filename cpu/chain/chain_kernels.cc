@@ -102,6 +102,9 @@ struct Total {
 #elif defined(__AVX2__)
     low += _mm256_cvtps_pd(_mm256_castps256_ps128(v));
     high += _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#elif defined(STOF_NEON)
+    low += vcvt_f64_f32(vget_low_f32(v));
+    high += vcvt_high_f64_f32(v);
 #else
     H half[2];
     std::memcpy(half, &v, sizeof v);

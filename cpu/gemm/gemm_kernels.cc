@@ -6,6 +6,7 @@
 #include "cpu/kernel_table.h"
 #include "cpu/simd/algorithms.h"
 #include "cpu/simd/convert.h"
+#include "cpu/simd/lanes.h"
 #include "cpu/simd/simd.h"
 
 namespace stof {
@@ -28,12 +29,16 @@ inline void GemmTile(const float* a, const float* b, int64_t depth, float* to) {
     V x[kVectors];
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) x[j] = Simd::Load(b + k * kGemmColumns + j * kWidth);
+#if defined(STOF_NEON)
+    AddStep(a + k * kGemmRows, x, sum);
+#else
 #pragma GCC unroll 8
     for (int i = 0; i < kGemmRows; ++i) {
       const V y = Simd::Set1(a[k * kGemmRows + i]);
 #pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Fma(y, x[j], sum[i][j]);
     }
+#endif
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kGemmRows; ++i) {

@@ -6,6 +6,7 @@
 #include "cpu/kernel_table.h"
 #include "cpu/simd/activation.h"
 #include "cpu/simd/algorithms.h"
+#include "cpu/simd/lanes.h"
 
 namespace stof {
 namespace cpu {
@@ -51,7 +52,16 @@ void PackedTile(const float* a, int64_t lda, const float* b, int64_t depth, floa
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
   }
-  for (int64_t k = 0; k < depth; ++k) {
+  int64_t k = 0;
+#if defined(STOF_NEON)
+  for (; k + 4 <= depth; k += 4, b += 4 * kVectors * kWidth) {
+    __builtin_prefetch(next.at, 0, 2);
+    next.at += 4 * next.step;
+    AddFourSteps([&](int i) { return Simd::Load(a + i * lda + k); },
+                 [&](int step, int j) { return Simd::Load(b + (step * kVectors + j) * kWidth); }, sum);
+  }
+#endif
+  for (; k < depth; ++k) {
     __builtin_prefetch(next.at, 0, 2);
     next.at += next.step;
     V x[kVectors];

@@ -8,6 +8,8 @@
 
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(STOF_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "plugins/core/base/types.h"
@@ -79,6 +81,8 @@ inline void ToFloats(const void* source, DType dtype, int64_t count, float* to) 
     for (; i + 8 <= count; i += 8) {
       _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
     }
+#elif defined(STOF_NEON)
+    for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i))));
 #endif
     for (; i < count; ++i) to[i] = HalfToFloat(from[i]);
     return;
@@ -104,6 +108,8 @@ inline void FromFloats(const float* from, DType dtype, int64_t count, void* targ
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                        _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
     }
+#elif defined(STOF_NEON)
+    for (; i + 4 <= count; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
     for (; i < count; ++i) to[i] = FloatToHalf(from[i]);
     return;

@@ -52,6 +52,8 @@ inline bool Any(I mask) {
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;
 #elif defined(__AVX2__)
   return _mm256_movemask_epi8(reinterpret_cast<__m256i>(mask)) != 0;
+#elif defined(STOF_NEON)
+  return vmaxvq_u32(reinterpret_cast<uint32x4_t>(mask)) != 0;
 #else
   int32_t any = 0;
   for (int i = 0; i < kWidth; ++i) any |= mask[i];
@@ -256,6 +258,8 @@ inline V RoundF16(V x) {
   return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(STOF_NEON)
+  return vcvt_f32_f16(vcvt_f16_f32(x));
 #else
   for (int i = 0; i < kWidth; ++i) x[i] = HalfToFloat(FloatToHalf(x[i]));
   return x;

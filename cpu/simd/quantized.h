@@ -46,13 +46,26 @@ inline Float8 FloatToFloat8(float x) {
   return {static_cast<uint8_t>(sign | (body - 0x3c000000u + 0x7ffffu + (body >> 20 & 1u)) >> 20)};
 }
 
+// Float8ToScaledHalf: fp8 as fp16 that is 2^8 times smaller; NaN stays NaN. Subnormals are exact.
 #if defined(__AVX2__)
-// fp8 as fp16 that is 2^8 times smaller; NaN stays NaN. Subnormals are exact.
 inline __m256i Float8ToScaledHalf(__m256i extended) {
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(extended, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
   const __m256i most = _mm256_set1_epi16(0x3f80);
   const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, most), most);
   return _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+}
+#elif defined(STOF_NEON)
+inline float16x4_t Float8ToScaledHalf(int16x4_t extended) {
+  const uint16x4_t half = vand_u16(vreinterpret_u16_s16(vshl_n_s16(extended, 7)), vdup_n_u16(0xbf80));
+  const uint16x4_t most = vdup_n_u16(0x3f80);
+  const uint16x4_t is_nan = vceq_u16(vand_u16(half, most), most);
+  return vreinterpret_f16_u16(vorr_u16(half, vand_u16(is_nan, vdup_n_u16(0x7e00))));
+}
+// Four bytes, each of them extended to 16 bits.
+inline int16x4_t LoadFourBytes(const void* from) {
+  uint32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return vget_low_s16(vmovl_s8(vcreate_s8(bytes)));
 }
 #endif
 
@@ -75,6 +88,11 @@ inline V LoadFloats(const Float8* from) {
   const __m256i half =
       Float8ToScaledHalf(_mm256_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_set1_ps(256.0f));
+}
+#elif defined(STOF_NEON)
+inline V LoadFloats(const int8_t* from) { return vcvtq_f32_s32(vmovl_s16(LoadFourBytes(from))); }
+inline V LoadFloats(const Float8* from) {
+  return vmulq_n_f32(vcvt_f32_f16(Float8ToScaledHalf(LoadFourBytes(from))), 256.0f);
 }
 #else
 template <typename Stored>

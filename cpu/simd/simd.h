@@ -8,6 +8,8 @@
 #include "cpu/simd/avx512.h"
 #elif defined(__AVX2__)
 #include "cpu/simd/avx2.h"
+#elif defined(STOF_NEON)
+#include "cpu/simd/neon.h"
 #else
 #include "cpu/simd/portable.h"
 #endif

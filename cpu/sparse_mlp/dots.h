@@ -41,6 +41,13 @@ void DotPairs(const typename E::T* const (&w)[kDotRows], const float* const (&x)
   for (int i = 0; i < kDotRows; ++i) sums[i] += Simd::ReduceAdd(sum[i]);
 }
 
+// GCC for x86-64 unrolls short loops by itself. For AArch64 it does not, and stores all sums in each step then.
+#if defined(STOF_NEON)
+#define STOF_UNROLL_SUMS _Pragma("GCC unroll 8")
+#else
+#define STOF_UNROLL_SUMS
+#endif
+
 // sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them. Meanwhile next[i] is prefetched, next_step
 // bytes for each vector: prefetched at once, so many lines would stall the loads.
 template <int kTokens>
@@ -67,15 +74,21 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
     }
   }
   if (k < depth) {
+    STOF_UNROLL_SUMS
     for (int i = 0; i < kDotRows; ++i) {
       const V row = LoadFirst<Fp32Element>(w[i] + k, depth - k);
+      STOF_UNROLL_SUMS
       for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Fma(row, Simd::Load(x + t * stride + k), sum[i][t]);
     }
   }
+  STOF_UNROLL_SUMS
   for (int i = 0; i < kDotRows; ++i) {
+    STOF_UNROLL_SUMS
     for (int t = 0; t < kTokens; ++t) sums[i * kMlpTokens + t] += Simd::ReduceAdd(sum[i][t]);
   }
 }
+
+#undef STOF_UNROLL_SUMS
 
 template <int kTokens = kDotTokens>
 void DotSomeTokens(int64_t tokens, const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,

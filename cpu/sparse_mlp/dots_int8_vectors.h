@@ -4,6 +4,9 @@
 #define STOF_CPU_SPARSE_MLP_DOTS_INT8_VECTORS_H_
 
 #include "cpu/sparse_mlp/elements.h"
+#if defined(STOF_NEON)
+#include "cpu/sparse_mlp/dots_int8_neon.h"
+#endif
 
 namespace stof {
 namespace cpu {
@@ -12,9 +15,9 @@ namespace {
 // Floats beyond the last scale of a row that a vector may read.
 constexpr int64_t kInt8LaneBlocks = 8;
 
-// What the products subtract from quantized values already: signed bytes let `maddubs` multiply 8 bits.
+// What the products subtract from quantized values already: signed bytes let `maddubs` and `sdot` multiply 8 bits.
 constexpr int Int8Offset(int bits) {
-#if defined(__AVX512VNNI__) || !defined(__AVX2__)
+#if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(STOF_NEON))
   return 0 * bits;
 #else
   return bits == 8 ? 128 : 0;
@@ -25,6 +28,8 @@ constexpr int Int8Offset(int bits) {
 constexpr int64_t kInt8Bytes = 64;
 #elif defined(__AVX2__)
 constexpr int64_t kInt8Bytes = 32;
+#elif defined(STOF_NEON)
+constexpr int64_t kInt8Bytes = 16;
 #else
 constexpr int64_t kInt8Bytes = 1;
 #endif
@@ -72,7 +77,7 @@ inline void PutEvenFirst(int64_t count, int8_t* values) {
     }
   }
 }
-#else
+#elif !defined(STOF_NEON)
 inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t* values) {
   int32_t sum = 0;
   for (int64_t k = 0; k < count; ++k) {
@@ -125,7 +130,7 @@ inline void QuantizeToken(const float* x, int64_t size, int bits, int64_t block,
     lane += lanes;
   }
   Fill(lane_scales + Min(lane, padded / LaneValues(bits)), lane_scales + padded / LaneValues(bits), 0.0f);
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(STOF_NEON)
   if (bits == 4) PutEvenFirst(padded, values);
 #endif
 }
@@ -262,7 +267,7 @@ struct Int8Operands {
   const uint8_t* next;              // the row that is read later: it is prefetched along the way
 };
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(STOF_NEON)
 // dots[i]: the sum over blocks of the scales times (q · x - zero point * sum of x), kCount of them. kOneRow: all have
 // the row of the first one.
 template <int kBits, int kBlocks, int kCount, bool kOneRow>

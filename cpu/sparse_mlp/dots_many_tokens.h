@@ -27,8 +27,10 @@ constexpr int64_t kPanelPercentOfFewer = kWidth >= 16 ? 25 : 45, kFewerTokens = 
 static_assert(kMlpNeurons % kPairRows == 0, "the rows of a task are whole groups");
 
 // Rows of a tile. Its rows * panels * kPanelVectors accumulators fit the registers: AVX-512 12 * 2 or 6 * 4, AVX2 6 *
-// 2, portable 2 * 4.
-constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 ? 2 : 6; }
+// 2, NEON 6 * 4, portable 2 * 4.
+constexpr int RowsOfTile(int panels) {
+  return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 && Simd::kVectors < 4 ? 2 : 6;
+}
 
 // sums[i * kMlpTokens + t] += w[i] · token t. Meanwhile next[i] is prefetched, next_step bytes for kPrefetchDepth
 // values.
@@ -48,7 +50,18 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   for (int64_t k0 = 0; k0 < depth; k0 += kPrefetchDepth, next_at += next_step) {
     for (int i = 0; i < kRows; ++i) __builtin_prefetch(next[i] + next_at, 0, 2);
     const int64_t end = Min(depth, k0 + kPrefetchDepth);
-    for (int64_t k = k0; k < end; ++k) {
+    int64_t k = k0;
+#if defined(STOF_NEON)
+    for (; k + 4 <= end; k += 4) {
+      AddFourSteps([&](int i) { return Simd::Load(row[i] + k); },
+                   [&](int step, int v) {
+                     return Simd::Load(x + v / kPanelVectors * panel_stride + (k + step) * kPanelTokens +
+                                       v % kPanelVectors * kWidth);
+                   },
+                   sum);
+    }
+#endif
+    for (; k < end; ++k) {
       V y[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {

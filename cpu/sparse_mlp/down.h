@@ -96,12 +96,16 @@ void AddTile(const typename E::T* const* rows, int64_t count, const float* h, in
     for (int v = 0; v < kDownVectors; ++v) row[v] = E::Load(rows[i] + n + v * kWidth);
 #pragma GCC unroll 2
     for (int line = 0; line < kTileLines; ++line) __builtin_prefetch(next[i] + next_at + line * 64, 0, 2);
+#if defined(STOF_NEON)
+    AddStep(h + i * h_stride, row, sum);
+#else
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const V factor = Simd::Set1(h[i * h_stride + t]);
 #pragma GCC unroll 2
       for (int v = 0; v < kDownVectors; ++v) sum[t][v] = Simd::Fma(factor, row[v], sum[t][v]);
     }
+#endif
   }
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {

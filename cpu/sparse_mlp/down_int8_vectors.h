@@ -15,13 +15,13 @@ constexpr int64_t kInt8Step = 64;             // columns that are summed at a ti
 constexpr int64_t kInt8SumBytes = 256 << 10;  // of fp32 sums between two groups
 constexpr int64_t kPackedBytes = 16 << 10;    // of rows that tokens share: half of a L1 cache
 constexpr int64_t kLeastShared = 3;           // tokens from which on rows are copied for them
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(STOF_NEON)
 constexpr int64_t kRowsTogether = 4;  // rows whose values of a column lie side by side
 #else
 constexpr int64_t kRowsTogether = 2;
 #endif
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(STOF_NEON)
 constexpr bool kSharesRows = true;
 #else
 constexpr bool kSharesRows = false;  // a copy would be as slow to read
@@ -106,6 +106,8 @@ inline void AddColumnsOneByOne(const uint8_t* const* rows, int64_t count, int bi
 #include "cpu/sparse_mlp/down_int8_vnni.h"
 #elif defined(__AVX2__)
 #include "cpu/sparse_mlp/down_int8_avx2.h"
+#elif defined(STOF_NEON)
+#include "cpu/sparse_mlp/down_int8_neon.h"
 #else
 namespace stof {
 namespace cpu {

@@ -35,12 +35,16 @@ void PanelSumTile(const float* rows, int64_t count, const float* h, const char* 
     V y[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) y[v] = Simd::Load(h + k * kMlpTokens + v * kWidth);
+#if defined(STOF_NEON)
+    AddStep(rows + k * kPanelSumStride, y, sum);
+#else
 #pragma GCC unroll 12
     for (int i = 0; i < kColumns; ++i) {
       const V value = Simd::Set1(rows[k * kPanelSumStride + i]);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[i][v] = Simd::Fma(value, y[v], sum[i][v]);
     }
+#endif
   }
 #pragma GCC unroll 12
   for (int i = 0; i < kColumns; ++i) {

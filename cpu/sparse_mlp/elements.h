@@ -8,6 +8,7 @@
 
 #include "cpu/simd/algorithms.h"
 #include "cpu/simd/convert.h"
+#include "cpu/simd/lanes.h"
 #include "cpu/simd/prefetch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/sparse_mlp/sparse_mlp.h"
@@ -38,6 +39,8 @@ struct Fp16Element {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__F16C__)
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(STOF_NEON)
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     float x[kWidth];
     for (int i = 0; i < kWidth; ++i) x[i] = HalfToFloat(p[i]);
@@ -56,6 +59,8 @@ struct Bf16Element {
 #elif defined(__AVX2__)
     const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+#elif defined(STOF_NEON)
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
 #else
     float x[kWidth];
     for (int i = 0; i < kWidth; ++i) x[i] = Bfloat16ToFloat(p[i]);
@@ -86,6 +91,10 @@ inline V FromBytes(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(STOF_NEON)
+  uint32_t bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes)))));
 #else
   float x[kWidth];
   for (int i = 0; i < kWidth; ++i) x[i] = p[i];
@@ -100,6 +109,10 @@ inline void SplitBytes(const uint8_t* p, uint8_t* to) {
   const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
   const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi8(low, high));
+#elif defined(STOF_NEON)
+  const uint8x8_t bytes = vld1_u8(p);
+  const uint8x8x2_t values = {{vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)}};
+  vst2_u8(to, values);
 #else
   for (int i = 0; i < 8; ++i) to[2 * i] = p[i] & 15, to[2 * i + 1] = p[i] >> 4;
 #endif

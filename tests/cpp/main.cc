@@ -3,6 +3,7 @@
 // Processes share all tests so.
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 
@@ -20,7 +21,8 @@ std::vector<Test>& AllTests() {
 
 void CountCases(int64_t cases) { case_count += cases; }
 
-double Effort() {
+namespace {
+double EffortOfBuild() {
 #if defined(__SANITIZE_THREAD__)  // it looks for races, which every case has; numbers are the other builds' part
   return 0.04;
 #elif defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__)
@@ -28,6 +30,25 @@ double Effort() {
 #else
   return 1.0;
 #endif
+}
+
+// STOF_EFFORT is for emulators, which take about a hundred times as long.
+double EffortOfRun() {
+  const char* const text = std::getenv("STOF_EFFORT");
+  if (text == nullptr) return EffortOfBuild();
+  char* end = nullptr;
+  const double effort = std::strtod(text, &end);
+  if (*text == '\0' || *end != '\0' || !(effort > 0.0 && effort <= 1.0)) {
+    std::fprintf(stderr, "STOF_EFFORT is \"%s\", expected a number above 0 and at most 1\n", text);
+    std::exit(2);
+  }
+  return effort < EffortOfBuild() ? effort : EffortOfBuild();
+}
+}  // namespace
+
+double Effort() {
+  static const double effort = EffortOfRun();
+  return effort;
 }
 
 namespace {

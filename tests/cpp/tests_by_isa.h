@@ -4,18 +4,28 @@
 
 #include <cstddef>
 #include <iterator>
+#include <vector>
 
 #include "cpu/isa.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
 
-// Registers the tests of each instruction set of this machine. rows: those of every set of STOF_CPU_ISAS, in its order.
+// The instruction sets of this machine, up to the one that STOF_CPU_ISA asks for.
+inline std::vector<CpuIsa> IsasOfThisMachine() {
+  std::vector<CpuIsa> isas;
+  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+    if (IsCpuIsaSupported(static_cast<CpuIsa>(isa))) isas.push_back(static_cast<CpuIsa>(isa));
+  }
+  return isas;
+}
+
+// Registers the tests of each of them. rows: those of every set of STOF_CPU_ISAS, in its order.
 template <size_t kSets, size_t kTests>
 bool RegisterByIsa(const Test (&rows)[kSets][kTests]) {
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    if (!IsCpuIsaSupported(static_cast<CpuIsa>(isa))) continue;
-    AllTests().insert(AllTests().end(), std::begin(rows[isa]), std::end(rows[isa]));
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    const auto& row = rows[static_cast<int>(isa)];
+    AllTests().insert(AllTests().end(), std::begin(row), std::end(row));
   }
   return true;
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -41,7 +42,11 @@ def test_many_random_problems() -> None:
     compare(seed=55, draws=100_000)
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_vnni"])
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+ISAS = ("portable", "neon", "neon_dotprod") if IS_ARM else ("portable", "avx2", "avx512", "avx512_vnni")
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets(isa: str) -> None:
     command = [sys.executable, "-m", "tests.helpers.packed_sequences", "56", "150"]
     done = subprocess.run(

@@ -4,18 +4,23 @@
 #ifndef STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
 #define STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
 
-// What the processor must have. cpu/isa.cc defines STOF_HAS.
+// What the processor must have. cpu/isa.cc defines STOF_HAS for x86-64 and STOF_HAS_ARM for AArch64.
 #define STOF_HAS_AVX2 STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c")
 #define STOF_HAS_AVX512 STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl")
 #define STOF_HAS_AVX512_VNNI STOF_HAS("avx512vnni") && STOF_HAS_AVX512
+#define STOF_HAS_NEON STOF_HAS_ARM(kNeon)
+#define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM(kDotProduct)
 
-// A row for each set, ISA(enumerator, name, whether the processor has it), from the least to the best: a set's features
-// include those of the sets before it. stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and
-// with which flags. Of an operator without kernels of its own, a set runs those of the best set before it.
-#define STOF_CPU_ISAS(ISA)              \
-  ISA(kPortable, portable, true)        \
-  ISA(kAvx2, avx2, STOF_HAS_AVX2)       \
-  ISA(kAvx512, avx512, STOF_HAS_AVX512) \
-  ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI)
+// A row for each set, ISA(enumerator, name, whether the processor has it): the sets of x86-64, then those of AArch64,
+// each from the least to the best. A set's features include those of the sets of its architecture before it.
+// stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and with which flags: none for a set of
+// another architecture. Of an operator without kernels of its own, a set runs those of the best set before it.
+#define STOF_CPU_ISAS(ISA)                            \
+  ISA(kPortable, portable, true)                      \
+  ISA(kAvx2, avx2, STOF_HAS_AVX2)                     \
+  ISA(kAvx512, avx512, STOF_HAS_AVX512)               \
+  ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI) \
+  ISA(kNeon, neon, STOF_HAS_NEON)                     \
+  ISA(kNeonDotprod, neon_dotprod, STOF_HAS_NEON_DOTPROD)
 
 #endif  // STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_

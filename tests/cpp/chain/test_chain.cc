@@ -25,6 +25,7 @@
 #include "tests/cpp/fixtures.h"
 #include "tests/cpp/memory.h"
 #include "tests/cpp/shape_rules.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test {
 namespace {
@@ -526,9 +527,8 @@ TEST(ChainFunctionsInUlps) {
 }
 #else
 TEST(ChainFunctionsInUlps) {
-  const CpuIsa best = BestCpuIsa();
-  for (int isa = 0; isa <= static_cast<int>(best); ++isa) {
-    const cpu::ChainKernels& kernels = *cpu::KernelsOf(static_cast<CpuIsa>(isa)).chain;
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    const cpu::ChainKernels& kernels = *cpu::KernelsOf(isa).chain;
     for (const Measured& measured : kMeasured) {
       Random random(9);
       double worst = 0, at = 0;
@@ -554,10 +554,10 @@ TEST(ChainFunctionsInUlps) {
         }
         CountCases(1001);
       }
-      std::printf("  isa %d %-11s %.2f ulp at %.9g\n", isa, measured.name, worst, at);
+      std::printf("  %-11s %-11s %.2f ulp at %.9g\n", CpuIsaName(isa), measured.name, worst, at);
       // Without a fused multiply-add a little more.
-      CHECK(worst <= measured.most + (isa == 0 ? 1.5 : 0), measured.name, " of instruction set ", isa, " is off by ",
-            worst, " ulp at ", at);
+      CHECK(worst <= measured.most + (isa == CpuIsa::kPortable ? 1.5 : 0), measured.name, " of ", CpuIsaName(isa),
+            " is off by ", worst, " ulp at ", at);
     }
   }
 }
@@ -607,8 +607,8 @@ TEST(ChainLooksAhead) {
 
 // One operand for a whole strip is the same number as a strip of it, the sign of zero included.
 TEST(ChainSingleOperands) {
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
-    const cpu::ChainKernels& kernels = *cpu::KernelsOf(static_cast<CpuIsa>(isa)).chain;
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    const cpu::ChainKernels& kernels = *cpu::KernelsOf(isa).chain;
     const auto* divide = kernels.function[static_cast<int>(ChainOp::kDiv)];
     for (const float one : {-0.0f, 0.0f, -1.5f, INFINITY, -INFINITY, 1e-45f}) {
       const std::vector<float> x(37, 3.0f), strip(37, one);
@@ -797,7 +797,7 @@ TEST(ChainMutations) {
       Fail(__FILE__, __LINE__, "case " + std::to_string(i) + ": " + text + "\n  " + error.what());
     }
   }
-  CHECK(valid * 100 > mine, "only ", valid, " mutated texts are chains");
+  CHECK(mine < 500 || valid * 100 > mine, "only ", valid, " of ", mine, " mutated texts are chains");
   CountCases(cases);
 }
 

@@ -13,6 +13,7 @@
 #include "tests/cpp/activation.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/memory.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test {
 namespace {
@@ -150,11 +151,10 @@ void RunIsa(CpuIsa isa) {
 
 // Registers the test of each instruction set of this machine.
 const bool registered = [] {
-#define STOF_TEST(id, name, is_supported) {"PackedEqualsTheDefinition[" #name "]", [] { RunIsa(CpuIsa::id); }},
-  static constexpr Test kRows[] = {STOF_CPU_ISAS(STOF_TEST)};
+#define STOF_TEST(id, name, is_supported) {{"PackedEqualsTheDefinition[" #name "]", [] { RunIsa(CpuIsa::id); }}},
+  static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TEST)};
 #undef STOF_TEST
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) AllTests().push_back(kRows[isa]);
-  return true;
+  return RegisterByIsa(kRows);
 }();
 
 // Epilogues that only add do so in registers, with the last slab of K.
@@ -162,7 +162,7 @@ TEST(PackedAddsInRegisters) {
   Random random(11);
   const int step = Effort() < 1 ? 5 : 1;  // under a sanitizer: coprime to the lengths of the loops
   int next = 0;
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
     for (int64_t M : {1, 7, 130}) {
       for (int64_t N : {48, 97, 192}) {
         for (int64_t K : {5, 768, 1537}) {
@@ -174,7 +174,7 @@ TEST(PackedAddsInRegisters) {
             p.epilogue = {};
             if ((added & 1) != 0) p.epilogue.bias0 = p.bias[0].data();
             if ((added & 2) != 0) p.epilogue.residual = p.residual.data();
-            RunCase(static_cast<CpuIsa>(isa), p, &random);
+            RunCase(isa, p, &random);
           }
         }
       }
@@ -206,10 +206,10 @@ TEST(PackedRowsAreIndependent) {
 
 TEST(PackedRefusesWhatIsNotWorthIt) {
   const std::vector<float> b(64, 1.0f);
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
     CpuPackedWeights weights;
     for (const auto& [N, K] : std::vector<std::pair<int64_t, int64_t>>{{1, 8}, {0, 8}, {8, 0}, {0, 0}}) {
-      CHECK(!weights.Pack(static_cast<CpuIsa>(isa), b.data(), nullptr, N, N, K) && !weights.is_packed());
+      CHECK(!weights.Pack(isa, b.data(), nullptr, N, N, K) && !weights.is_packed());
       CountCases(1);
     }
   }

@@ -14,6 +14,7 @@
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/memory.h"
 #include "tests/cpp/sparse_mlp/mlp_problem.h"
+#include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::sparse_mlp {
 namespace {
@@ -94,7 +95,7 @@ void RunTokensAlone(CpuIsa isa) {
 }
 
 void RunEachIsa(void (*run)(CpuIsa isa)) {
-  for (int isa = 0; isa <= static_cast<int>(BestCpuIsa()); ++isa) run(static_cast<CpuIsa>(isa));
+  for (const CpuIsa isa : IsasOfThisMachine()) run(isa);
 }
 
 TEST(SparseMlpTable) { RunEachIsa(RunTable); }
