@@ -206,7 +206,7 @@ class _FolderRun:
             options = replace(self._options, shapes=shapes, dry_run=self._options.dry_run or folder is None)
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with progress.step(str(path)):
+                with progress.step(path.as_posix()):
                     report = run(
                         source,
                         target,

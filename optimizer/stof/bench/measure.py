@@ -88,7 +88,7 @@ def pinned(threads: int) -> Iterator[None]:
 def _core(cpu: int) -> str:
     """A name of a CPU's core: the CPUs that share its execution units."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return siblings.read_text().strip() if siblings.is_file() else str(cpu)
+    return siblings.read_text(encoding="utf-8").strip() if siblings.is_file() else str(cpu)
 
 
 def take_turns(count: int, rounds: int, visit: Callable[[int, int], None]) -> None:

@@ -17,7 +17,7 @@ def resident_bytes(process: int | None = None) -> int:
     if sys.platform != "linux":
         return _ask_psutil(process, "rss")
     try:
-        pages = int(_process_file(process, "statm").read_text().split()[1])
+        pages = int(_process_file(process, "statm").read_text(encoding="utf-8").split()[1])
     except (OSError, ValueError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -28,7 +28,7 @@ def _read_peak(process: int) -> int:
     if sys.platform != "linux":
         return _ask_psutil(process, "peak_wset")
     with contextlib.suppress(OSError, ValueError):
-        for line in _process_file(process, "status").read_text().splitlines():
+        for line in _process_file(process, "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) << 10
     return 0
@@ -38,7 +38,7 @@ def _reset_peak(process: int) -> bool:
     """Makes the peak what is held now: whether the system does so. A hardened Linux does not."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            _process_file(process, "clear_refs").write_text(_RESET_PEAK)
+            _process_file(process, "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
             return True
     return False
 
@@ -94,16 +94,18 @@ def free_memory(root: Path = Path("/")) -> int:
     for folder in _control_groups(root):
         for limit, use in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                most = int((folder / limit).read_text())
+                most = int((folder / limit).read_text(encoding="utf-8"))
                 if most < NO_LIMIT:
-                    amounts.append(max(0, most - int((folder / use).read_text()) + _read_reclaimable(folder)))
+                    amounts.append(
+                        max(0, most - int((folder / use).read_text(encoding="utf-8")) + _read_reclaimable(folder))
+                    )
     return min(amounts, default=0)
 
 
 def _read_reclaimable(folder: Path) -> int:
     """The use of a control group that is cached files, which the system takes back where it needs memory."""
     with contextlib.suppress(OSError, ValueError):
-        words = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        words = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
         return int(words.get("total_inactive_file", words.get("inactive_file", 0)))
     return 0
 
