@@ -5,11 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts ended exports)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts docs ended exports)
 # Other optimization levels, and what takes long or needs torch (2 GB environments of their own): that the stored graphs are what
 # it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels packages genai pytorch optimum texts ended exports)
-library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts ended)
+long_parts=(levels packages genai pytorch optimum texts docs ended exports)
+library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts docs ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
 python=python3
@@ -266,6 +266,16 @@ if wants texts; then
   begin 'texts'
   environment .venv-texts -r tests/texts/requirements.txt
   STOF_LIBRARY=$library PYTHONPATH=optimizer .venv-texts/bin/python tests/texts/check_texts.py
+  end
+fi
+
+# The site of the documentation, whose links are checked, and the notebook of examples/, which is run.
+if wants docs; then
+  begin docs
+  bash tools/docs.sh "$python"
+  .venv-docs/bin/python tests/docs/check_site.py
+  environment .venv-docs --group notebook
+  STOF_LIBRARY=$library PYTHONPATH=$PWD/optimizer .venv-docs/bin/python tests/docs/check_notebook.py
   end
 fi
 
