@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3
-.PHONY: quickstart test test-all wheel wheel-cuda clean
+.PHONY: quickstart test test-all docs wheel wheel-cuda clean
 
 quickstart:
 	bash tools/quickstart.sh $(PYTHON)
@@ -11,6 +11,9 @@ test:
 test-all:
 	STOF_TEST_ALL=1 bash tools/test.sh $(PYTHON)
 
+docs:
+	bash tools/docs.sh $(PYTHON)
+
 wheel:
 	bash tools/wheel.sh $(PYTHON)
 
@@ -18,4 +21,4 @@ wheel-cuda:
 	bash tools/wheel_cuda.sh $(PYTHON)
 
 clean:
-	rm -rf build dist .venv .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-genai .venv-integrations .venv-trt-*
+	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-genai .venv-integrations .venv-trt-*

@@ -28,7 +28,7 @@ _BLOCK = 1 << 22
 
 def manifest() -> dict[str, dict[str, Any]]:
     """What each graph is: configuration, exporter, versions, node hash, expected masks."""
-    found = json.loads((ROOT / "manifest.json").read_text())
+    found = json.loads((ROOT / "manifest.json").read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 

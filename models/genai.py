@@ -180,7 +180,7 @@ def _write_scales(decoder: Decoder, path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = (settings["num_hidden_layers"], channels)
     scales = {f"{name}_scales": rng.uniform(0.02, 0.06, shape).tolist() for name in "kv"}
-    path.write_text(json.dumps({"scales": scales}))
+    path.write_text(json.dumps({"scales": scales}), encoding="utf-8", newline="\n")
 
 
 def _add_packed_experts(path: Path, config: Any) -> None:
@@ -253,7 +253,7 @@ def build(
         _flatten_rotary_settings(parsed["hf_details"]["hf_config"])
         create_model(*given, **parsed)
     config = folder / "genai_config.json"
-    if not json.loads(config.read_text())["search"].get("past_present_share_buffer"):
+    if not json.loads(config.read_text(encoding="utf-8"))["search"].get("past_present_share_buffer"):
         print(f"{folder.name}: the builder does not share the buffers of past and present", file=sys.stderr)
 
 

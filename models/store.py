@@ -115,7 +115,7 @@ def write(name: str, model: onnx.ModelProto, facts: dict[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(lzma.compress(model.SerializeToString(deterministic=True), preset=9 | lzma.PRESET_EXTREME))
     path = build.ROOT / "manifest.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     known[name] = {
         **facts,
         "nodes": len(model.graph.node),
@@ -124,5 +124,5 @@ def write(name: str, model: onnx.ModelProto, facts: dict[str, Any]) -> None:
         "parameters": build.parameters(model),
         "metadata": bool(model.graph.value_info) or any(n.metadata_props for n in model.graph.node),
     }
-    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8", newline="\n")
     print(f"wrote {name}: {len(model.graph.node)} nodes, {target.stat().st_size} bytes", flush=True)

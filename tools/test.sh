@@ -6,11 +6,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels aarch64 engines wheel packages genai pytorch optimum texts
-  integrations ended exports)
+  integrations docs ended exports)
 # Other optimization levels, AArch64 under an emulator, and what takes long or needs torch (2 GB environments of their own): that
 # the stored graphs are what it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels aarch64 packages genai pytorch optimum texts integrations ended exports)
-library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts integrations ended)
+long_parts=(levels aarch64 packages genai pytorch optimum texts integrations docs ended exports)
+library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts integrations docs ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
 python=python3
@@ -89,7 +89,13 @@ end
 
 if wants lint; then
   begin lint
-  mypy &
+  # The package for each system; after `if sys.platform` returns, the rest of a function is unreachable on that system.
+  (
+    mypy
+    for system in win32 darwin; do
+      mypy --platform $system --no-warn-unreachable --cache-dir .mypy_cache/$system optimizer/stof
+    done
+  ) &
   types=$!
   ruff check bench optimizer models tests tools examples
   ruff format --check bench optimizer models tests tools examples
@@ -277,6 +283,16 @@ if wants integrations; then
   environment .venv-integrations -r tests/integrations/requirements.txt
   # Without the tools nothing is collected, which is an error.
   STOF_LIBRARY=$library .venv-integrations/bin/python -m pytest -q tests/integrations
+  end
+fi
+
+# The site of the documentation, whose links are checked, and the notebook of examples/, which is run.
+if wants docs; then
+  begin docs
+  bash tools/docs.sh "$python"
+  .venv-docs/bin/python tests/docs/check_site.py
+  environment .venv-docs --group notebook
+  STOF_LIBRARY=$library PYTHONPATH=$PWD/optimizer .venv-docs/bin/python tests/docs/check_notebook.py
   end
 fi
 

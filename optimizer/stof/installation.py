@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import sys
 from pathlib import Path
 
 from stof.arguments.environment import Variable
@@ -17,6 +18,13 @@ LEFT_OUT = "left_out.json"
 CUDA = "cuda"
 TENSORRT = "tensorrt"
 _OPTIONS = {CUDA: "STOF_CUDA", TENSORRT: "STOF_TENSORRT"}
+
+
+def library_file(name: str) -> str:
+    """The file name of a library on this system: ``libstof_ort.so``, ``libstof_ort.dylib``, ``stof_ort.dll``."""
+    if sys.platform == "win32":
+        return f"{name}.dll"
+    return f"lib{name}.dylib" if sys.platform == "darwin" else f"lib{name}.so"
 
 
 def locate_library(name: str, variable: Variable, error: type[StofError]) -> tuple[Path, bool]:
@@ -41,7 +49,7 @@ def locate_library(name: str, variable: Variable, error: type[StofError]) -> tup
 def read_left_out(folder: Path) -> dict[str, str]:
     """The parts that the libraries in a folder were built without, each with the reason; empty where nothing is known."""
     try:
-        parts = json.loads((folder / LEFT_OUT).read_text())
+        parts = json.loads((folder / LEFT_OUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {str(part): str(reason) for part, reason in parts.items()} if isinstance(parts, dict) else {}

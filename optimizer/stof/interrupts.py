@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command ends at SIGINT, SIGTERM and SIGHUP: within about a second, with nothing left behind.
+"""How a command ends at SIGINT, SIGTERM and SIGHUP, on Windows Ctrl-Break: within about a second, with nothing left behind.
 
 Only commands use this. Within somebody else's program stof installs no handlers: what the program's own ones raise,
 KeyboardInterrupt for instance, cleans up on its way out.
@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,7 +21,10 @@ from types import FrameType
 
 from stof.terminal import complain
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+if sys.platform == "win32":  # where a closed console sends SIGBREAK, as Ctrl-Break does
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
+else:
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS = 1.0  # for the main thread to end by itself
 _LOOK = 0.05  # seconds between looks at the clock while it has not
 _NEVER = float("inf")
@@ -61,15 +65,18 @@ class _Watch:
         self.count = 0  # of signals since then
         self.since = _NEVER  # when it came, or was raised
         self.lock = threading.Lock()
-        self.signals, self.wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.stop, self.stopping = os.pipe2(os.O_CLOEXEC)
+        # Sockets, since Windows waits for no pipes.
+        self.signals, self.wakeup = socket.socketpair()
+        self.stop, self.stopping = socket.socketpair()
+        for end in (self.signals, self.wakeup):
+            end.setblocking(False)
         self.thread = threading.Thread(target=self._run, daemon=True, name="stof-signals")
 
     def close(self) -> None:
-        os.close(self.stopping)
+        self.stopping.close()
         self.thread.join()
-        for descriptor in (self.signals, self.wakeup, self.stop):
-            os.close(descriptor)
+        for end in (self.signals, self.wakeup, self.stop):
+            end.close()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.raises:
@@ -86,7 +93,7 @@ class _Watch:
 
     def _came(self) -> list[int]:
         with contextlib.suppress(BlockingIOError):
-            return [n for n in os.read(self.signals, 64) if n in _SIGNALS]
+            return [n for n in self.signals.recv(64) if n in _SIGNALS]
         return []
 
     def _run(self) -> None:
@@ -138,7 +145,7 @@ def end_by_signals(program: str, clean_up: Callable[[], None], *, last: bool) ->
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
     handlers = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
     watch.thread.start()
-    before = signal.set_wakeup_fd(watch.wakeup, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
     _watches.append(watch)
     sys.unraisablehook = _ignore_interrupts(hook)
     try:
@@ -179,7 +186,7 @@ def keeping_results() -> Iterator[None]:
 
 
 def resume(interrupt: KeyboardInterrupt) -> bool:
-    """Whether work may go on after an interrupt: SIGTERM and SIGHUP ask the process to end.
+    """Whether work may go on after an interrupt: any signal but SIGINT asks the process to end.
 
     Later signals are handled as if there had been none.
     """

@@ -17,7 +17,8 @@ from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_input, check_outputs, write_text
-from stof.graph.external_data import check_output_folder, data_to_copy, external_files, read_constants
+from stof.graph.data_copies import check_output_folder, data_to_copy
+from stof.graph.external_data import external_files, read_constants
 from stof.graph.index import DOMAIN, all_nodes, opset_of
 from stof.graph.load_save import copy_model, load, load_with_opset, save
 from stof.html_report import to_html

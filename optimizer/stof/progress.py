@@ -36,7 +36,7 @@ class Progress:
         now = time.monotonic()
         if is_terminal() and not _is_quiet and now - self.last >= _EVERY:
             # A longer line would wrap, and only its last part could be taken away.
-            _put(f"\r\033[K{shown(text, _width())}")
+            _put(f"{_clear_line()}{shown(text, _width())}")
             self.last, self.shown = now, True
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Progress:
         if _log is not None:
             _log.detail = ""
         if self.shown:
-            _put("\r\033[K")
+            _put(_clear_line())
             self.shown = False
 
 
@@ -96,7 +96,7 @@ class StepLog:
             seconds = self._clock() - start
             if self._is_terminal:
                 if not self.detail:
-                    _put(f"\r\033[K{shown(f'{step} {seconds:.0f} s', _width())}")
+                    _put(f"{_clear_line()}{shown(f'{step} {seconds:.0f} s', _width())}")
                     self._is_shown = True
                 return
             detail = f": {shown(self.detail)}" if self.detail else ""
@@ -107,7 +107,7 @@ class StepLog:
         """Takes the line of a terminal away."""
         with self._lock:
             if self._is_shown:
-                _put("\r\033[K")
+                _put(_clear_line())
                 self._is_shown = False
 
 
@@ -176,6 +176,11 @@ def _width() -> int:
         return max(20, os.get_terminal_size(sys.stderr.fileno()).columns - 1)
     except (OSError, ValueError):
         return 79
+
+
+def _clear_line() -> str:
+    """What takes away the line of a terminal. Not every console of Windows knows the sequence for that."""
+    return f"\r{' ' * _width()}\r" if sys.platform == "win32" else "\r\033[K"
 
 
 def _put(text: str) -> None:

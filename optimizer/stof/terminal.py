@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -15,6 +16,7 @@ from stof.arguments.checks import suggest
 from stof.arguments.environment import TRACEBACK
 from stof.errors import ArgumentError, StofError, shown
 
+_ASCII_FORMS = {"×": "x", "·": "*"}  # the signs of reports and messages
 _UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
 
 
@@ -154,9 +156,24 @@ def _write(stream: TextIO | None, lines: tuple[str, ...]) -> None:
 
 
 def make_encodable(text: str, stream: TextIO) -> str:
-    """The text with escapes for characters that the stream's encoding has not, as under LANG=C."""
+    """The text as the stream's encoding has it: stof's own signs in ASCII where it lacks them, escapes for other characters.
+
+    Consoles of Windows often have cp1252 or cp437, and LANG=C has ASCII alone.
+    """
     encoding = stream.encoding or "utf-8"
+    for sign, ascii_form in _ASCII_FORMS.items():
+        if sign in text and not _has_character(encoding, sign):
+            text = text.replace(sign, ascii_form)
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_character(encoding: str, character: str) -> bool:
+    try:
+        character.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _silence(stream: TextIO | None) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import sqlite3
 import stat
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
@@ -22,7 +23,7 @@ from stof.arguments.environment import CACHE
 from stof.errors import ArgumentError
 from stof.files import strict_json
 from stof.options import Options
-from stof.run_facts.machine import cpu_name, usable_cores
+from stof.system.processor import cpu_name, usable_cores
 
 VERSION = 1
 OPTION = "--ignore-measurements"
@@ -37,13 +38,17 @@ _UNDATED_TABLE = """measured
 
 
 def cache_path() -> Path:
-    """``STOF_CACHE``, or ``stof/tuning.sqlite`` in the user's folder for caches.
+    """``STOF_CACHE``, or ``tuning.sqlite`` in the folder of stof among the user's caches.
 
     Raises:
         ArgumentError: for a user without a home.
     """
     if path := CACHE.text():
         return Path(path)
+    if sys.platform != "linux":
+        import platformdirs
+
+        return Path(platformdirs.user_cache_dir("stof", appauthor=False)) / "tuning.sqlite"
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
         try:

@@ -85,7 +85,7 @@ def before(owner, name, step):
     own = getattr(owner, name)
     def first(*arguments, **options):
         process = session_process._thread_state.process
-        {"waits": waits, "computes": computes, "does": does}[how](f"{step} {process.popen.pid if process else 0}")
+        {"waits": waits, "computes": computes, "does": does}[how](f"{step} {process.worker.popen.pid if process else 0}")
         return own(*arguments, **options)
     setattr(owner, name, first)
 

@@ -25,7 +25,7 @@ SIZE = 3 << 20  # bytes of the external data, of which the model's weight is the
 DRIVER = f"""
 import shutil, sys
 from stof import cli, files
-from stof.graph import external_data
+from stof.graph import data_copies
 from stof.execution import ort_sessions as sessions
 
 def wait(step, *_):
@@ -56,7 +56,7 @@ if step == "replace":
 if step == "session":
     before(sessions.Sessions, "make", step)
 if step == "sleep":
-    before(external_data.time, "sleep", step)
+    before(data_copies.time, "sleep", step)
 sys.exit(cli.main([*sys.argv[2:], "--quiet"]))
 """
 

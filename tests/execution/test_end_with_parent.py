@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from stof.execution.session_process import _START
+from stof.execution.worker.start import _START
 
 
 def start(code: str, pipe: int, *options: str) -> subprocess.Popen[str]:

@@ -25,8 +25,8 @@ from stof.fusion.report import ChainReport, ChainSection
 from stof.html_report import to_html
 from stof.options import Options
 from stof.report import Report, Section
-from stof.run_facts.machine import cpu_name, usable_cores
 from stof.selection import CandidateNames
+from stof.system.processor import cpu_name, usable_cores
 from stof.verification.model_times import ModelTimes, RunTimes
 from stof.verification.result import Comparison, Coverage, SkippedCase, Verification
 

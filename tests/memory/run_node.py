@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 
 import stof
-from stof.execution.run_limits import PeakMemory, resident_bytes
+from stof.system.memory import PeakMemory, resident_bytes
 
 
 def measure_node(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 import stof
-from stof.execution.run_limits import PeakMemory, resident_bytes
+from stof.system.memory import PeakMemory, resident_bytes
 
 
 def measure_run(model: Path, sizes: Mapping[str, int]) -> int:

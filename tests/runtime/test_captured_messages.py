@@ -21,6 +21,7 @@ from stof.execution import session_process
 from stof.execution.captured_messages import CapturedMessages, import_onnxruntime
 from stof.execution.session_process import RuntimeFailure, create_session, end_process
 from stof.execution.session_worker import SessionSpec
+from stof.execution.worker import start as worker_start
 
 WATCHDOG = 120.0  # seconds
 
@@ -141,7 +142,7 @@ def test_the_last_words_of_a_process_are_told(
     written: bytes, words: str, fresh: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     dying = f"import os; os.write(2, b'{written.decode()}'); os.abort()"
-    monkeypatch.setattr(session_process, "_START", dying)
+    monkeypatch.setattr(worker_start, "_START", dying)
     with pytest.raises(RuntimeFailure) as caught:
         create_session(SessionSpec(b""), WATCHDOG)
     assert str(caught.value) == f"the process that runs ONNX Runtime was ended by SIGABRT; its last message: {words}"
@@ -149,9 +150,9 @@ def test_the_last_words_of_a_process_are_told(
 
 
 def test_the_last_words_before_the_first_request_are_told(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_process, "_START", "import os; os.write(2, b'no such library'); os.abort()")
+    monkeypatch.setattr(worker_start, "_START", "import os; os.write(2, b'no such library'); os.abort()")
     process = session_process._SessionProcess()
-    process.popen.wait(WATCHDOG)
+    process.worker.popen.wait(WATCHDOG)
     with pytest.raises(RuntimeFailure, match=r"ended by SIGABRT; its last message: no such library$"):
         process.request(None, WATCHDOG)
 
@@ -161,7 +162,7 @@ def test_a_process_that_says_nothing_has_no_last_words(fresh: None) -> None:
     session = create_session(SessionSpec(onnx.parser.parse_model(graph).SerializeToString()), WATCHDOG)
     process = session_process._thread_state.process
     assert process is not None
-    os.kill(process.popen.pid, signal.SIGTERM)
+    os.kill(process.worker.popen.pid, signal.SIGTERM)
     with pytest.raises(RuntimeFailure, match=r"was ended by SIGTERM$"):
         session.run(None, {"x": np.float32(1)}, WATCHDOG)
 

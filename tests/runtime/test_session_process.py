@@ -54,7 +54,7 @@ def pid() -> int:
     """Of the calling thread's process."""
     process = session_process._thread_state.process
     assert process is not None
-    return process.popen.pid
+    return process.worker.popen.pid
 
 
 def await_end(number: int) -> None:
@@ -188,6 +188,7 @@ import os, signal, sys
 import numpy as np, onnx
 from stof.execution import session_process
 from stof.execution.session_worker import SessionSpec
+from stof.execution.worker.socket_channel import SocketChannel
 
 def session(text, optimizations="none"):
     model = onnx.parser.parse_model(text).SerializeToString()
@@ -196,18 +197,18 @@ def session(text, optimizations="none"):
 feeds = {{"x": np.asarray(1.0, np.float32)}}
 good = session('<ir_version: 8, opset_import: ["": 18]> g (float x) => (float y) {{ y = Neg (x) }}')
 endless = session({ENDLESS!r})
-worker = session_process._thread_state.process.popen.pid
-send = session_process.Channel.send
+worker = session_process._thread_state.process.worker.popen.pid
+send = SocketChannel.send
 
 def told(self, request):
     send(self, request)
     print(worker, flush=True)
 
 if sys.argv[1] == "runs":
-    session_process.Channel.send = told
+    SocketChannel.send = told
     endless.run(None, feeds, {WATCHDOG})
 if sys.argv[1] == "loads":
-    session_process.Channel.send = told
+    SocketChannel.send = told
     session({ENDLESS!r}, "all")
 if sys.argv[1] == "waits":
     print(worker, flush=True)
@@ -219,7 +220,7 @@ if sys.argv[1] == "forks":
     if child == 0:  # must not touch the parent's process, neither now nor at its end
         own = session('<ir_version: 8, opset_import: ["": 18]> g (float x) => (float y) {{ y = Abs (x) }}')
         assert own.run(None, feeds, {WATCHDOG})[0] == 1
-        assert session_process._thread_state.process.popen.pid != worker
+        assert session_process._thread_state.process.worker.popen.pid != worker
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert good.run(None, feeds, {WATCHDOG})[0] == -1

@@ -23,11 +23,12 @@ from stof import cli
 from stof.attention.checks.site_checks import AttentionChecks
 from stof.execution import run_limits
 from stof.execution.case import Case, Padding
-from stof.execution.run_limits import MemoryLimit, PeakMemory, RunLimits, free_memory, parse_bytes, resident_bytes
+from stof.execution.run_limits import MemoryLimit, RunLimits, parse_bytes
 from stof.execution.session_process import create_session, end_process
 from stof.execution.session_worker import SessionSpec
 from stof.memory.run_estimate import MemoryEstimate, RunEstimate
 from stof.symbolic import Symbolic
+from stof.system.memory import PeakMemory, free_memory, resident_bytes
 from stof.verification.case_plan import CasePlan
 from stof.verification.model_inputs import ModelInputs, default_inputs
 from stof.verification.sliced_attention import slice_attention
@@ -117,7 +118,7 @@ def test_a_run_that_takes_more_memory_is_ended() -> None:
 
 def test_a_run_that_nobody_watched_is_refused_by_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that are over before the first look: only what is read when the answer arrives shows what they took."""
-    monkeypatch.setattr("stof.execution.channel._LOOK", 600.0)
+    monkeypatch.setattr("stof.execution.worker.channel._LOOK", 600.0)
     feed = {"x": np.asarray(1e-9, np.float32)}
     for _ in range(3):
         end_process()
@@ -128,7 +129,7 @@ def test_a_run_that_nobody_watched_is_refused_by_its_peak(monkeypatch: pytest.Mo
 
 
 def test_what_earlier_runs_and_sessions_took_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stof.execution.channel._LOOK", 600.0)
+    monkeypatch.setattr("stof.execution.worker.channel._LOOK", 600.0)
     end_process()
     feed = {"x": np.asarray(1e-9, np.float32)}
     large, small = (create_session(_expanding(n), 60.0) for n in (500, 1))
@@ -150,7 +151,7 @@ def test_the_peak_of_a_process_is_that_since_it_was_asked(monkeypatch: pytest.Mo
     assert peak.peak_bytes() >= first + (90 << 20)
     assert PeakMemory(1 << 30).peak_bytes() == 0  # no such process
     # Where the peak may not be reset, one from before tells nothing, and a new one does.
-    monkeypatch.setattr("stof.execution.run_limits._RESET_PEAK", "refused")
+    monkeypatch.setattr("stof.system.memory._RESET_PEAK", "refused")
     peak = PeakMemory(own)
     assert peak.peak_bytes() < resident_bytes() + (20 << 20)
     between = np.ones(400 << 20, np.uint8)

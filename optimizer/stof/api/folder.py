@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
 from stof.arguments.checks import check_path
 from stof.errors import ArgumentError, StofError
+from stof.execution.session_process import release_sessions
 from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
 from stof.folder_report import FolderReport
 from stof.graph.external_data import external_files
@@ -170,12 +172,16 @@ def _write(steps: _FolderRun, files: Sequence[Path], target: Path, configs: Mapp
             for path in files:
                 if path not in steps.models and path not in steps.data and path not in copies.libraries:
                     _copy(steps.source / path, new / path)
-                    report.others.append(str(path))
+                    report.others.append(path.as_posix())
             copies.write(new, library_path())
             report.notes += copies.notes
-            report.libraries = [str(p) for p in copies.libraries]
-            report.registrations = {str(p): keys for p, keys in copies.keys.items()}
-            new.rename(target)  # takes the place of an empty folder, too
+            report.libraries = [p.as_posix() for p in copies.libraries]
+            report.registrations = {p.as_posix(): keys for p, keys in copies.keys.items()}
+            if sys.platform == "win32":
+                release_sessions()  # a folder with an open file cannot be renamed
+                with contextlib.suppress(FileNotFoundError):
+                    target.rmdir()  # nor can one take the place of an empty folder, as it does elsewhere
+            new.rename(target)
     except OSError as error:
         raise ArgumentError(
             f"the folder {target} cannot be written: {error.strerror or error}; choose another one with -o"
@@ -242,7 +248,7 @@ class _FolderRun:
             options = replace(self._options, shapes=shapes, dry_run=self._options.dry_run or folder is None)
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with progress.step(str(path)):
+                with progress.step(path.as_posix()):
                     report = run(
                         source,
                         target,
@@ -250,16 +256,16 @@ class _FolderRun:
                         str(Path(self.report.folder) / path),
                         copies_unchanged=folder is not None,
                         facts=self.report.facts,
-                        when_failed=partial(self.report.failed_reports.__setitem__, str(path)),
+                        when_failed=partial(self.report.failed_reports.__setitem__, path.as_posix()),
                     )
             except StofError as error:
                 if folder is not None:
                     error.args = (str(error).replace(str(folder), str(shown_as)),)
-                self.report.failures[str(path)] = error
+                self.report.failures[path.as_posix()] = error
                 continue
             if report.output is not None:
                 report.output = str(shown_as / path)
-            self.report.reports[str(path)] = report
+            self.report.reports[path.as_posix()] = report
 
 
 def _dimensions_of(model: onnx.ModelProto) -> set[str]:

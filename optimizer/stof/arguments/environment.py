@@ -84,7 +84,7 @@ CACHE = Variable(
     "STOF_CACHE",
     Kind.PATH,
     "the file of [measurements](../guide/tuning.md#measurements-of-earlier-runs), by which runs without `--tune` decide, too",
-    "`~/.cache/stof/tuning.sqlite`",
+    "`tuning.sqlite` in `~/.cache/stof`, `~/Library/Caches/stof` or `%LOCALAPPDATA%\\stof\\Cache`",
     "`stof-optimize`",
 )
 TRACEBACK = Variable(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stof.bench import measure
 from stof.errors import ArgumentError
-from stof.run_facts.machine import usable_cores
+from stof.system.processor import usable_cores
 from stof.tensorrt.describe_installation import describe_installation
 from stof.terminal import Parser, VersionAction, complain, run_command
 

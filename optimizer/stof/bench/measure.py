@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -17,6 +18,8 @@ from statistics import median
 from typing import Any
 
 from stof.runtime import library
+from stof.system.memory import NO_LIMIT, free_memory
+from stof.system.processor import cpu_name, usable_cpus, use_cpus
 
 ROUNDS = 5
 _SLICE = 0.02  # seconds a round of repeated calls: short calls are timed often
@@ -56,10 +59,12 @@ class Timing:
 def pinned(threads: int) -> Iterator[None]:
     """Pins this thread, and those that it starts meanwhile, to ``threads`` CPUs, of different cores where possible.
 
+    On macOS threads cannot be pinned: the number alone is checked.
+
     Raises:
         ValueError: this process may not use so many CPUs.
     """
-    allowed = sorted(os.sched_getaffinity(0))
+    allowed = usable_cpus()
     if threads > len(allowed):
         raise ValueError(f"{threads} threads asked for, but only {len(allowed)} CPUs are available")
     first_of_cores: list[int] = []
@@ -70,12 +75,12 @@ def pinned(threads: int) -> Iterator[None]:
         (others if core in seen else first_of_cores).append(cpu)
         seen.add(core)
     openmp = os.environ.get("OMP_NUM_THREADS")
-    os.sched_setaffinity(0, [*first_of_cores, *others][:threads])
+    use_cpus([*first_of_cores, *others][:threads])
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     try:
         yield
     finally:
-        os.sched_setaffinity(0, allowed)
+        use_cpus(allowed)
         if openmp is None:
             os.environ.pop("OMP_NUM_THREADS", None)
 
@@ -83,7 +88,7 @@ def pinned(threads: int) -> Iterator[None]:
 def _core(cpu: int) -> str:
     """A name of a CPU's core: the CPUs that share its execution units."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return siblings.read_text().strip() if siblings.is_file() else str(cpu)
+    return siblings.read_text(encoding="utf-8").strip() if siblings.is_file() else str(cpu)
 
 
 def take_turns(count: int, rounds: int, visit: Callable[[int, int], None]) -> None:
@@ -148,11 +153,8 @@ def best_rates(first: dict[str, float], second: dict[str, float]) -> dict[str, f
 
 
 def available_bytes() -> int:
-    """Bytes of memory that are available without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
+    """Bytes of memory that are available without swapping; a large number where nothing tells."""
+    return free_memory() or NO_LIMIT
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -181,12 +183,11 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """The model name, with family and model where the name alone says little."""
+    """The processor's name, with family and model where Linux tells them: the name alone says little."""
     fields: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
-    name = fields.get("model name", platform.processor() or "unknown CPU")
-    if "cpu family" in fields:
-        name += f" (family {fields['cpu family']}, model {fields['model']})"
-    return name
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    family = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
+    return f"{cpu_name()}{family}"

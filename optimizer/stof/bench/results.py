@@ -40,7 +40,7 @@ def read_runs(path: Path) -> list[Record]:
     if not path.is_file():
         return []
     try:
-        records = strict_json.loads(path.read_text(), restore_numbers=True)
+        records = strict_json.loads(path.read_text(encoding="utf-8"), restore_numbers=True)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(records, list):

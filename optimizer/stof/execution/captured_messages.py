@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import re
+import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
+
+from stof.system.descriptors import CREATE, READ, read_at
 
 _MOST = 1 << 14  # bytes that are read back
 _LAST_LINES = 3
@@ -19,36 +23,48 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class CapturedMessages:
-    """A file in memory that a process gets as its standard error.
+    """A file without a name that a process gets as its standard error; on Linux it is in memory.
 
     Attributes:
         descriptor: of the file, for the process.
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("stof-messages", os.MFD_CLOEXEC)
-        # The process goes on writing at the end, wherever that is after `clear`.
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) | os.O_APPEND)
+        self.descriptor, self._reader = _open_twice()
 
     def clear(self) -> None:
-        """Forgets what was written."""
+        """Forgets what was written. The process goes on where it was: what lies before reads as zeros."""
         os.ftruncate(self.descriptor, 0)
 
     def close(self) -> None:
-        """Frees the memory once the process has ended, too."""
-        with contextlib.suppress(OSError):
-            os.close(self.descriptor)
+        """Frees the file once the process has ended, too."""
+        for descriptor in {self.descriptor, self._reader}:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def text(self) -> str:
         """What was written last, without colors; may be empty."""
-        size = os.fstat(self.descriptor).st_size
-        data = os.pread(self.descriptor, _MOST, max(0, size - _MOST))
+        size = os.fstat(self._reader).st_size
+        data = read_at(self._reader, _MOST, max(0, size - _MOST)).lstrip(b"\0")
         return _COLORS.sub("", data.decode("utf-8", "replace")).strip()
 
     def summary(self) -> str:
         """The last lines as one, for a message; may be empty."""
         lines = [line.strip() for line in self.text().splitlines() if line.strip()]
         return "; ".join(lines[-_LAST_LINES:])[-_LONGEST:]
+
+
+def _open_twice() -> tuple[int, int]:
+    """Descriptors of a file that is gone with its last user: to write, and to read without moving where the process writes."""
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("stof-messages", os.MFD_CLOEXEC)
+        return descriptor, descriptor
+    path = Path(tempfile.gettempdir()) / f".stof-{secrets.token_hex(16)}.messages"
+    if sys.platform == "win32":  # O_TEMPORARY: removed when it is closed
+        return os.open(path, CREATE | os.O_TEMPORARY), os.open(path, READ | os.O_TEMPORARY)
+    descriptor = os.open(path, CREATE, 0o600)
+    path.unlink()
+    return descriptor, descriptor
 
 
 def import_onnxruntime() -> ModuleType:
@@ -72,7 +88,7 @@ def _discard_stderr() -> Iterator[None]:
         yield
         return
     try:
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         os.close(nowhere)
         yield

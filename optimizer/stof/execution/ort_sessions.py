@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +30,7 @@ from stof.graph.external_data import all_tensors, external_files, is_external
 from stof.graph.index import DOMAIN
 from stof.graph.protobuf import copy_with_nodes, remove_named
 from stof.runtime.library import library_path
+from stof.system.descriptors import READ
 
 
 class VerifiedSession:
@@ -75,7 +78,7 @@ def file_session(path: Path, *, library: bool, seconds: float) -> Session:
     """
     with _utf8_path(path.parent) as folder:
         spec = SessionSpec(
-            f"{folder}/{path.name}",
+            f"{folder}{os.sep}{path.name}",
             library=str(library_path()) if library else "",
             without=_optimizers_left_out(),
             shared_buffers=_shared_buffers_of(path),
@@ -172,8 +175,8 @@ class Sessions:
         for name in files:  # versions without that option follow links, which later ones refuse
             link = self.scratch / name
             link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.is_symlink():
-                link.symlink_to(self.weights / name)
+            if not os.path.lexists(link):
+                _link(link, self.weights / name)
         return self._from_file(model, entries, optimized, path, shared)
 
     def _relocate_data(self, model: onnx.ModelProto, files: Sequence[str]) -> tuple[onnx.ModelProto, Path]:
@@ -187,7 +190,7 @@ class Sessions:
         for tensor in all_tensors(located):
             for entry in tensor.external_data if is_external(tensor) else ():
                 if entry.key == "location":
-                    entry.value = str(paths[entry.value].relative_to(folder))
+                    entry.value = paths[entry.value].relative_to(folder).as_posix()
         return located, folder
 
     def _from_file(
@@ -204,7 +207,7 @@ class Sessions:
         try:
             path.write_bytes(self._stored.externalize(model).SerializeToString())
             with _utf8_path(path.parent) as folder:
-                return self._session(f"{folder}/{path.name}", entries, optimized, library, shared)
+                return self._session(f"{folder}{os.sep}{path.name}", entries, optimized, library, shared)
         except OSError as error:
             raise ArgumentError(
                 f"{path}, which ONNX Runtime is to read, cannot be written: {error.strerror}; give the folder room, or the "
@@ -242,17 +245,33 @@ def _library_for(model: onnx.ModelProto | Path) -> str:
     return str(library_path()) if holds_operators else ""
 
 
+def _link(link: Path, target: Path) -> None:
+    """Gives a file a second name. Windows lets few users make symbolic links: there it is a hard link, or a copy."""
+    if sys.platform != "win32":
+        link.symlink_to(target)
+    else:
+        try:
+            link.hardlink_to(target)
+        except OSError:  # on another drive, or of a file system without hard links
+            shutil.copyfile(target, link)
+
+
 @contextmanager
 def _utf8_path(folder: Path) -> Iterator[str]:
     """A path of a folder that ONNX Runtime takes: one in UTF-8."""
     if is_utf8(folder):
         yield str(folder)
         return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"  # not "self": another process reads it
-    finally:
-        os.close(descriptor)
+    if sys.platform == "linux":
+        descriptor = os.open(folder, READ)
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"  # not "self": another process reads it
+        finally:
+            os.close(descriptor)
+    else:  # macOS takes names in UTF-8 alone; on Windows half of a surrogate pair is none
+        raise ArgumentError(
+            f"the folder {folder} has a name that is no text, which ONNX Runtime does not open; rename it"
+        )
 
 
 def find_without_arrays(values: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import time
-from pathlib import Path
+
+from stof.system.memory import NO_LIMIT, free_memory, resident_bytes
 
 RUNS = 3  # of each set of inputs: without graph optimizations, with them, and of the optimized model
 GRACE = 4.0  # seconds beyond the budget after which a run is ended; the first inputs run even with a budget of 0
@@ -16,8 +15,6 @@ _FIRST = 0.45  # of all time, until the first run has to end: two further runs t
 _LEFT = 0.3  # of what is left, which the first run has in any case: to load a model takes time, too
 # Shares of all time from which a run that was ended may be endless: one with a limit of its own, and one that had the rest.
 _MAY_BE_ENDLESS, _WAS_NEARLY_ALL = 0.1, 0.75
-_NO_LIMIT = 1 << 60  # what control groups without a limit say, in one way or another
-_RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes what is held now
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -146,94 +143,10 @@ class RunLimits:
         return error
 
 
-def resident_bytes(process: int | str = "self") -> int:
-    """The memory that a process holds; 0 where it is gone, or the system does not say."""
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-class PeakMemory:
-    """The most memory that a process has held since this object was made, also between two looks at it.
-
-    The kernel keeps the peak of a process's whole life (VmHWM). Where it may not be reset, a peak from before tells nothing,
-    and what the process holds at a look counts.
-
-    Args:
-        process: its number.
-    """
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-        self._start = 0
-        try:
-            Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
-        except OSError:  # a hardened system, or the process is gone
-            self._start = self._read()
-
-    def peak_bytes(self) -> int:
-        """The peak so far; 0 where the process is gone, or the system does not say."""
-        peak = self._read()
-        return max(resident_bytes(self._process), peak if peak > self._start else 0)
-
-    def _read(self) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(f"/proc/{self._process}/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) << 10
-        return 0
-
-
-def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that are free on this machine, and within the control groups of this process; 0 where nothing tells.
-
-    Args:
-        root: of the file system that says it.
-    """
-    amounts = []
-    with contextlib.suppress(OSError, ValueError):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        amounts += [int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")]
-    for folder in _control_groups(root):
-        for limit, use in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                most = int((folder / limit).read_text())
-                if most < _NO_LIMIT:
-                    amounts.append(max(0, most - int((folder / use).read_text()) + _read_reclaimable(folder)))
-    return min(amounts, default=0)
-
-
-def _read_reclaimable(folder: Path) -> int:
-    """The use of a control group that is cached files, which the system takes back where it needs memory."""
-    with contextlib.suppress(OSError, ValueError):
-        words = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(words.get("total_inactive_file", words.get("inactive_file", 0)))
-    return 0
-
-
-def _control_groups(root: Path) -> list[Path]:
-    """The folders of the control groups that limit this process, from its own to the outermost; of version 1 and 2."""
-    folders: list[Path] = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-            elif "memory" in controllers.split(","):
-                mounts = [root / "sys/fs/cgroup/memory"]
-            else:
-                continue
-            for mount in mounts:
-                group = mount / path.strip("/")  # within a container the path may be of the machine's
-                folders += [group, *(p for p in group.parents if p.is_relative_to(mount)), mount]
-    return list(dict.fromkeys(folders))
-
-
 def default_memory() -> int:
     """The memory that a verification may have: what this process holds, and half of what is free."""
     free = free_memory()
-    return resident_bytes() + free // 2 if free else _NO_LIMIT
+    return resident_bytes() + free // 2 if free else NO_LIMIT
 
 
 def parse_bytes(text: str) -> int:

@@ -32,8 +32,7 @@ import numpy as np
 
 from stof.errors import ArgumentError
 from stof.execution.captured_messages import CapturedMessages
-from stof.execution.channel import Channel
-from stof.execution.run_limits import MemoryLimit, PeakMemory, resident_bytes, show_bytes
+from stof.execution.run_limits import MemoryLimit, show_bytes
 from stof.execution.session_worker import (
     Body,
     Create,
@@ -46,27 +45,18 @@ from stof.execution.session_worker import (
     TakeSkipCounts,
     Version,
 )
+from stof.execution.worker.start import Worker, start_worker
 from stof.runtime.skip_counts import SkipCounts
+from stof.system.memory import PeakMemory, resident_bytes
 
-# What the process runs: its arguments are a socket, the end of a pipe that nobody writes to, and the paths of imports. The first
-# argument is no path: the folder that Python puts first with -c is not looked into before it is gone.
-# The kernel ends the process when the pipe closes, also within native code; if it closed before, no signal comes. That is stated
-# first: to import NumPy takes a while, in which the parent may end.
-_START = """
-import sys
-connection, parent = map(int, sys.argv[1:3])
-sys.path[:] = sys.argv[3:]
-import fcntl, os, select, signal
-signal.signal(signal.SIGIO, signal.SIG_DFL)
-fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
-fcntl.fcntl(parent, fcntl.F_SETFL, fcntl.fcntl(parent, fcntl.F_GETFL) | os.O_ASYNC)
-closed = select.poll()
-closed.register(parent, select.POLLIN)
-if closed.poll(0):
-    sys.exit()
-from stof.execution.session_worker import main
-main(connection)
-"""
+# Of Windows, as statuses of processes.
+_FIRST_EXCEPTION = 0xC0000000
+_EXCEPTIONS = {
+    0xC0000005: ", an access violation",
+    0xC0000017: "; there is too little memory",
+    0xC00000FD: ", a stack overflow",
+    0xC0000135: ": a DLL is missing",
+}
 
 
 class RuntimeFailure(Exception):
@@ -89,37 +79,17 @@ class _SessionProcess:
         self.owner = os.getpid()
         self.released_sessions: deque[int] = deque()
         self.session_numbers = itertools.count()
-        own_socket, worker_socket = Channel.pair()
-        read, write = os.pipe()
-        messages = CapturedMessages()
+        self.messages = CapturedMessages()
         try:
-            command = [sys.executable, "-c", _START, str(worker_socket.fileno()), str(read), *map(str, sys.path)]
-            # A session of the operating system's: what a terminal sends goes to the caller, who then ends this process.
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=messages.descriptor,
-                env={**os.environ, **environment},
-                pass_fds=(worker_socket.fileno(), read),
-                start_new_session=True,
-            )
+            self.worker = start_worker(environment, self.messages.descriptor)
         except BaseException as error:
-            own_socket.close()
-            os.close(write)
-            messages.close()
+            self.messages.close()
             if isinstance(error, OSError):
                 raise ArgumentError(f"no process for ONNX Runtime can be started: {error.strerror}") from error
             raise
-        finally:
-            worker_socket.close()
-            os.close(read)
-        self.popen = popen
-        self.messages = messages
-        self.channel = Channel(own_socket)
         self._has_answered = False
         # Called at the end of the thread that it belongs to, or of the whole process.
-        self._finalizer = weakref.finalize(self, _kill_process, self.owner, popen, own_socket, write, messages)
+        self._finalizer = weakref.finalize(self, _kill_process, self.owner, self.worker, self.messages)
 
     @property
     def is_alive(self) -> bool:
@@ -141,10 +111,10 @@ class _SessionProcess:
         released = tuple(self.released_sessions.popleft() for _ in range(len(self.released_sessions)))
         if self._has_answered:  # a process that dies at its start may have written its last words by now
             self.messages.clear()
-        watch = partial(self._check_memory, PeakMemory(self.popen.pid), memory) if memory else None
+        watch = partial(self._check_memory, PeakMemory(self.worker.popen.pid), memory) if memory else None
         try:
-            self.channel.send(Request(released, body))
-            answer = self.channel.receive(seconds, watch)
+            self.worker.channel.send(Request(released, body))
+            answer = self.worker.channel.receive(seconds, watch)
             self._has_answered = True
         except (EOFError, ConnectionError):
             raise RuntimeFailure(f"the process that runs ONNX Runtime {self._describe_end()}") from None
@@ -180,30 +150,32 @@ class _SessionProcess:
     def _describe_end(self) -> str:
         """How the process ended, for a message: its exit status or the signal."""
         try:
-            status = self.popen.wait(timeout=10.0)
+            status = self.worker.popen.wait(timeout=10.0)
         except subprocess.TimeoutExpired:  # it closed its end, and hangs
             status = 0
         finally:
             summary = self.messages.summary()
             self.end()
         last = f"; its last message: {summary}" if summary else ""
-        if status >= 0:
-            return f"ended with status {status}{last}"
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        return f"was ended by {name}" + ("; there may be too little memory" if name == "SIGKILL" else "") + last
+        return f"{_name_end(status)}{last}"
 
 
-def _kill_process(
-    owner: int, popen: subprocess.Popen[bytes], connection: Any, lifeline: int, messages: CapturedMessages
-) -> None:
+def _name_end(status: int) -> str:
+    """What a status of ``Popen`` says of the end of a process."""
+    if sys.platform == "win32" and status >= _FIRST_EXCEPTION:
+        return f"ended with exception 0x{status:08X}" + _EXCEPTIONS.get(status, "")
+    if status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    return f"was ended by {name}" + ("; there may be too little memory" if name == "SIGKILL" else "")
+
+
+def _kill_process(owner: int, worker: Worker, messages: CapturedMessages) -> None:
     if owner != os.getpid():  # a forked child, which has copies of the descriptors and did not start the process
-        popen.returncode = 0
+        worker.disown()
         return
-    popen.kill()
-    connection.close()
-    os.close(lifeline)
+    worker.kill()
     messages.close()
-    popen.wait()
 
 
 @dataclass(frozen=True)

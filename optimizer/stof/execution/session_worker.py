@@ -7,8 +7,11 @@ It imports little, since its start is part of a user's first run.
 from __future__ import annotations
 
 import ctypes
+import io
 import math
+import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from stof.errors import explained
-from stof.execution.channel import Channel
+from stof.execution.worker.channel import Channel
 
 if TYPE_CHECKING:
     from stof.runtime.skip_counts import SkipCounts
@@ -138,13 +141,32 @@ class Failure:
     words: str
 
 
-def main(connection: int) -> None:
+def serve_socket(connection: int) -> None:
     """Serves requests until the other end closes.
 
     Args:
         connection: the descriptor of a socket.
     """
-    channel = Channel(socket.socket(fileno=connection))
+    if sys.platform != "win32":
+        from stof.execution.worker.socket_channel import SocketChannel
+
+        _serve(SocketChannel(socket.socket(fileno=connection)))
+
+
+def serve_pipes() -> None:
+    """Serves requests from standard input, with answers to standard output, and ends with the other end's process."""
+    from stof.execution.worker.pipe_channel import PipeChannel
+
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # what libraries print is no message
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    # Also within a run, in which the main thread reads nothing.
+    _serve(PipeChannel(io.FileIO(incoming, "rb"), io.FileIO(outgoing, "wb"), lambda: os._exit(0)))
+
+
+def _serve(channel: Channel) -> None:
     sessions: dict[int, Any] = {}
     while True:
         try:
@@ -161,7 +183,7 @@ def main(connection: int) -> None:
         del request  # and with it the memory of the inputs
         try:
             channel.send(answer)
-        except ConnectionError:  # the other process has ended, in the moment before the signal of its pipe arrives
+        except ConnectionError:  # the other process has ended, in the moment before this one learns of it
             return
         del answer
 

@@ -1,14 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks of files and folders between processes; file systems without locks are worked on without them."""
+"""Locks of files and folders between processes; file systems without locks are worked on without them.
+
+The package filelock has no locks of a file that is open already, and none that are shared: these have both.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from stof.system.descriptors import READ
+
+if sys.platform == "win32":
+    from stof.system.windows_api import lock_file
+
+    _LOCK_NAME = ".stof.lock"  # Windows opens no folders
+else:
+    import fcntl
+
+    def lock_file(descriptor: int, *, shared: bool, waits: bool) -> None:
+        """Locks an open file, until it is closed.
+
+        Raises:
+            BlockingIOError: when somebody else has the lock, and it is not waited for.
+            OSError: when the file system has no locks.
+        """
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool | None:
@@ -17,7 +38,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool | None:
     The lock goes when the file is closed, at the latest with the process. A shared one excludes none but exclusive ones.
     """
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        lock_file(descriptor, shared=shared, waits=False)
     except BlockingIOError:
         return False
     except OSError:
@@ -32,10 +53,19 @@ def folder_lock(folder: Path) -> Iterator[None]:
     Raises:
         OSError: when the folder cannot be opened.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open_for_lock(folder)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor, shared=False, waits=True)
         yield
     finally:
         os.close(descriptor)
+        if sys.platform == "win32":
+            with contextlib.suppress(OSError):  # others wait for the lock: the last one removes it
+                (folder / _LOCK_NAME).unlink()
+
+
+def _open_for_lock(folder: Path) -> int:
+    if sys.platform == "win32":
+        return os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    return os.open(folder, READ)

@@ -9,14 +9,17 @@ import errno
 import os
 import re
 import stat
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 from stof.errors import ArgumentError
+from stof.system.descriptors import READ_REGULAR
 
 _MOST_NAMES = 1000  # of a folder, among which a misspelt one is looked for
 _MOST_TEXT = 1 << 28  # bytes of a plan
+_LONGEST_PATH = 259  # characters that Windows takes by default
 
 
 def stat_file(name: str, path: Path) -> os.stat_result | None:
@@ -41,14 +44,14 @@ def check_input(path: Path) -> None:
     """
     if stat_file("input", path) is not None:
         return
-    if re.match(r"[a-z][a-z0-9+.-]*:/", str(path), re.IGNORECASE):
+    if re.match(r"[a-z][a-z0-9+.-]+:/", path.as_posix(), re.IGNORECASE):  # one letter is a drive
         raise ArgumentError(f"the input {path} is an address, expected a file or folder; download the model first")
     hint = ""
     if not path.parent.is_dir():
         hint = f", nor does its folder {path.parent}"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix != ".onnx":
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path.as_posix()) and path.suffix != ".onnx":
             hint += (
-                f"; if it is the name of a model on a hub, export that first: optimum-cli export onnx --model {path} "
+                f"; if it is the name of a model on a hub, export that first: optimum-cli export onnx --model {path.as_posix()} "
                 f"FOLDER, then stof-optimize FOLDER -o NEW_FOLDER"
             )
     else:
@@ -75,8 +78,7 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: when it cannot be opened; IsADirectoryError for folders.
     """
     _check_regular(path.stat())
-    # The file may be another one by now, and opening a pipe waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    descriptor = os.open(path, READ_REGULAR)  # the file may be another one by now
     try:
         _check_regular(os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
@@ -129,4 +131,11 @@ def path_error(name: str, path: Path, error: OSError | ValueError) -> ArgumentEr
 
 def os_reason(error: OSError | ValueError) -> str:
     """What the system says of a file, without its path."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if sys.platform == "win32" and isinstance(error, OSError) and isinstance(error.filename, str):
+        length = len(str(Path(error.filename).absolute()))
+        if length > _LONGEST_PATH:
+            reason += (
+                f" (the path has {length} characters; Windows takes {_LONGEST_PATH} unless long paths are enabled)"
+            )
+    return reason

@@ -14,7 +14,9 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,21 +25,30 @@ from typing import BinaryIO
 from stof.errors import ArgumentError
 from stof.files.locks import try_lock
 from stof.files.reading import open_regular
+from stof.system.descriptors import CREATE, READ, UPDATE, read_at
 
 _TEMPORARY = re.compile(r"\.stof-[0-9a-f]{32}\.tmp")
 _LOCK, _CONTENT = "lock", "files"  # what a temporary folder holds
 _ATTEMPTS = 100  # another run may take a temporary between its creation and its lock, but not each time
 _BLOCK = 1 << 20  # bytes copied at a time, and read back at both ends of a copy
+_AGE = 60.0  # seconds after which Windows takes a file without a lock for a leftover
 _temporaries: dict[Path, int] = {}  # with the process that made each: forked children must not remove their parent's
 
 
 class TemporaryFile:
-    """A file under a random name, locked by this process. It becomes an output, under the output's name, once it is complete."""
+    """A file under a random name, locked by this process. It becomes an output, under the output's name, once it is complete.
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    Attributes:
+        path: its random name.
+        file: the open file.
+        is_locked: False only where the file system has no locks.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, is_locked: bool) -> None:
         self.path = path
         self.file = file
-        self.is_locked = try_lock(file.fileno()) is True  # False only where the file system has no locks
+        self.is_locked = is_locked
+        self._status = os.fstat(file.fileno())
 
     def write(self, data: bytes | memoryview) -> None:
         """Writes bytes, as :meth:`write_pieces` does."""
@@ -66,7 +77,7 @@ class TemporaryFile:
                 raise ArgumentError(f"{source} changed while it was copied; run again when nothing writes to it")
             self._check_size(before.st_size)
             for offset in (0, max(0, before.st_size - _BLOCK)):
-                expected, copied = (os.pread(f.fileno(), _BLOCK, offset) for f in (original, self.file))
+                expected, copied = (read_at(f.fileno(), _BLOCK, offset) for f in (original, self.file))
                 if expected != copied:
                     raise OSError(f"the copy of {source} reads back as other bytes from {offset} on")
 
@@ -78,8 +89,12 @@ class TemporaryFile:
             raise OSError(f"{written} of {size} bytes were written")
 
     def replace(self, target: Path) -> None:
-        """Renames the file to the output's name, and so replaces a file that has it."""
-        self.path.replace(target)
+        """Renames the file to the output's name, and so replaces a file that has it.
+
+        Raises:
+            OSError: when it cannot be renamed. On Windows another program that has the target open hinders that.
+        """
+        self._rename(target)
         _sync_folder(target.parent)
 
     def publish(self, target: Path) -> None:
@@ -93,13 +108,29 @@ class TemporaryFile:
         except FileExistsError:
             raise
         except OSError:  # a file system without hard links: the name is taken first, then replaced
-            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+            os.close(os.open(target, CREATE, 0o666))
             try:
-                self.path.replace(target)
+                self._rename(target)
             except BaseException:
                 target.unlink(missing_ok=True)
                 raise
         _sync_folder(target.parent)
+
+    def _rename(self, target: Path) -> None:
+        if sys.platform == "win32":  # which renames no open file
+            self.close()
+        try:
+            self.path.replace(target)
+        except PermissionError as error:
+            if sys.platform == "win32" and target.is_file():
+                raise PermissionError(
+                    error.errno, f"another program may have it open, close it there ({error.strerror})"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Closes the file, and so gives up its lock."""
+        self.file.close()
 
     def is_temporary(self) -> bool:
         """Whether it still has its random name only: then it is removed at the end."""
@@ -107,13 +138,13 @@ class TemporaryFile:
 
     def is_at(self, target: Path) -> bool:
         """Whether a path is this file."""
-        return _is_at(self.file.fileno(), target)
+        return _is_at(self._status, target)
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name outlasts a power failure, where the file system can promise that."""
+    """The new name outlasts a power failure, where the file system can promise that. Windows opens no folders."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder, READ)
         try:
             os.fsync(descriptor)
         finally:
@@ -130,10 +161,11 @@ def temporary_file(folder: Path) -> Iterator[TemporaryFile]:
     for _ in range(_ATTEMPTS):
         path = _register_path(folder)
         try:
-            file = _create_locked(path)
-            if file is not None:
+            created = _create_locked(path)
+            if created is not None:
+                file, is_locked = created
                 with file:
-                    yield TemporaryFile(path, file)
+                    yield TemporaryFile(path, file, is_locked)
                 return
         finally:
             _remove_registered(path)
@@ -153,11 +185,11 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
         path = _register_path(parent)
         try:
             path.mkdir(mode=0o700)
-            file = None
+            created = None
             with contextlib.suppress(FileNotFoundError):  # another run took the folder for a leftover
-                file = _create_locked(path / _LOCK)
-            if file is not None:
-                with file:
+                created = _create_locked(path / _LOCK)
+            if created is not None:
+                with created[0]:
                     (path / _CONTENT).mkdir()
                     yield path / _CONTENT
                     _remove_registered(path)
@@ -173,13 +205,17 @@ def _register_path(folder: Path) -> Path:
     return path
 
 
-def _create_locked(path: Path) -> BinaryIO | None:
-    """Makes a file and locks it; None when another process took it for a leftover meanwhile."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+def _create_locked(path: Path) -> tuple[BinaryIO, bool] | None:
+    """Makes a file and locks it; None when another process took it for a leftover meanwhile.
+
+    Returns:
+        The file, and whether it is locked: not where the file system has no locks.
+    """
+    descriptor = os.open(path, CREATE, 0o666)
     try:
-        if try_lock(descriptor) is not False and _is_at(descriptor, path):
-            return os.fdopen(descriptor, "w+b")
+        is_locked = try_lock(descriptor)
+        if is_locked is not False and _is_at(os.fstat(descriptor), path):
+            return os.fdopen(descriptor, "w+b"), is_locked is True
     except BaseException:
         os.close(descriptor)
         raise
@@ -187,9 +223,9 @@ def _create_locked(path: Path) -> BinaryIO | None:
     return None
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_at(status: os.stat_result, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
+        return os.path.samestat(status, path.lstat())
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -197,7 +233,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _remove_registered(path: Path) -> None:
     with contextlib.suppress(OSError):
         _remove(path)
-    _temporaries.pop(path, None)
+    if sys.platform != "win32" or not os.path.lexists(path):  # Windows removes no open files: the end tries again
+        _temporaries.pop(path, None)
 
 
 def _remove(path: Path) -> None:
@@ -236,16 +273,25 @@ def remove_leftovers(folder: Path) -> None:
 def _remove_leftover(path: Path) -> None:
     status = path.lstat()
     is_folder = stat.S_ISDIR(status.st_mode)
-    if status.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(status.st_mode)):
+    if not (is_folder or stat.S_ISREG(status.st_mode)):
+        return
+    if sys.platform == "win32":
+        # A file is closed before it gets its final name, and then has no lock for a moment.
+        if time.time() - status.st_mtime < _AGE:
+            return
+    elif status.st_uid != os.geteuid():
         return
     if is_folder:
         with contextlib.suppress(OSError):
             path.rmdir()  # one that was not locked yet is empty
             return
     held = path / _LOCK if is_folder else path
-    descriptor = os.open(held, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(held, UPDATE)
     try:
-        if try_lock(descriptor) and _is_at(descriptor, held):
+        is_left = bool(try_lock(descriptor)) and _is_at(os.fstat(descriptor), held)
+        if is_left and sys.platform != "win32":  # with the lock, so that no other run removes it meanwhile
             _remove(path)
     finally:
         os.close(descriptor)
+    if is_left and sys.platform == "win32":
+        _remove(path)

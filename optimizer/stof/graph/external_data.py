@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""External data: finds, checks and reads tensors in files beside a model, and copies these files beside a new model."""
+"""External data: finds, checks and reads tensors in files beside a model."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from stof.errors import ArgumentError, ModelError
-from stof.files import TemporaryFile, open_regular, remove_leftovers, temporary_file, try_lock
+from stof.errors import ModelError
+from stof.files import open_regular
 from stof.graph.file_formats import HEAD_BYTES, is_lfs_pointer
 
 ITEM_SIZES = {
@@ -52,9 +47,7 @@ _PLAIN = frozenset(
     )
 )
 _MAX_DIGITS = 20  # of numbers below 2^63
-_BLOCK = 1 << 20  # bytes compared at a time
 _LONGEST_SHOWN = 100  # characters of a location in messages
-_PATIENCE, _PAUSE = 30.0, 0.02  # seconds to wait for another process that has copied its data, not written its model
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -166,6 +159,17 @@ def external_files(model: onnx.ModelProto) -> set[str]:
     return {location_of(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
 
 
+def use_forward_slashes(model: onnx.ModelProto) -> None:
+    """Writes locations of external data as ONNX wants them, in place: some exporters on Windows write backslashes.
+
+    Elsewhere a backslash is a character of a name.
+    """
+    for tensor in all_tensors(model):
+        for entry in tensor.external_data if is_external(tensor) else ():
+            if entry.key == "location" and isinstance(entry.value, str):
+                entry.value = entry.value.replace("\\", "/")
+
+
 def check_external(path: Path, model: onnx.ModelProto) -> None:
     """Checks that all external data lies in regular files in the model's folder or below, and that they are long enough.
 
@@ -187,7 +191,7 @@ def check_external(path: Path, model: onnx.ModelProto) -> None:
             raise ModelError(f"{path}: the external data of {words} cannot be found: {error}") from None
         shown = _shorten(data.location)
         inner = Path(data.location)
-        if not inner.parts or inner.is_absolute() or ".." in inner.parts:
+        if not inner.parts or inner.anchor or ".." in inner.parts:  # an anchor is a root, or a drive
             raise ModelError(f"{path}: {words} has external data at {shown}, outside its folder")
         if data.location not in sizes:
             sizes[data.location] = _file_size(path, words, shown, path.parent / inner)
@@ -223,7 +227,10 @@ def _file_size(path: Path, words: str, shown: str, file: Path) -> int:
         with open_regular(file) as opened:
             return os.fstat(opened.fileno()).st_size
     except (FileNotFoundError, NotADirectoryError):
-        raise ModelError(f"{path}: external data {shown} of {words} is missing; put it beside the model") from None
+        hint = "put it beside the model"
+        if "\\" in file.name:
+            hint = "its location has backslashes, as some exporters on Windows write it: ONNX wants slashes"
+        raise ModelError(f"{path}: external data {shown} of {words} is missing; {hint}") from None
     except (OSError, ValueError) as error:  # ValueError: a location with a zero byte
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ModelError(f"{path}: external data {shown} of {words} cannot be read: {reason}") from None
@@ -270,223 +277,3 @@ def _is_needed(tensor: onnx.TensorProto, size: int) -> bool:
     if tensor.data_type in _INTEGER_TYPES or (len(tensor.dims) >= 3 and tensor.dims[0] == 1):
         return 0 <= size <= _LARGEST_TABLE
     return 0 <= size <= _SMALL_CONSTANT
-
-
-@dataclass(frozen=True)
-class DataCopy:
-    """A file of external data to copy beside a new model: loaders refuse files in other folders, and links."""
-
-    location: str
-    source: Path
-    target: Path
-
-
-def data_to_copy(model: onnx.ModelProto, path: Path, source: Path) -> list[DataCopy]:
-    """The files to copy for a model at ``path`` that is made from the one at ``source``; none within one folder."""
-    if _is_one_folder(path.parent, source.parent):
-        return []
-    names = {Path(location): location for location in sorted(external_files(model))}  # "a" and "./a" are one file
-    return [DataCopy(location, source.parent / inner, path.parent / inner) for inner, location in names.items()]
-
-
-def _is_one_folder(first: Path, second: Path) -> bool:
-    try:
-        return first.samefile(second)
-    except OSError:
-        return False
-
-
-def check_output_folder(model: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Checks that a new model can use the external data, or that it can be copied without overwriting other data.
-
-    Raises:
-        ArgumentError: naming the file that is in the way.
-    """
-    if _is_one_folder(path.parent, source.parent):
-        for location in sorted(external_files(model)):
-            data = source.parent / location
-            if not data.resolve().is_relative_to(source.parent.resolve()):
-                # The Hugging Face cache is like this: its model is a link into the same folder.
-                raise ArgumentError(
-                    f"external data {data} is a link to another folder, which runtimes follow only from a linked model; "
-                    "write the output to another folder with -o"
-                )
-    for copy in data_to_copy(model, path, source):
-        _check_inside(copy, path)
-        try:
-            with open_regular(copy.target) as there:
-                _check_same(copy, there.fileno())
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise _copy_error(copy, error) from error
-
-
-def _check_inside(copy: DataCopy, path: Path) -> None:
-    if not Path(os.path.realpath(copy.target)).is_relative_to(os.path.realpath(path.parent)):
-        raise ArgumentError(
-            f"{copy.target} leads to another folder by a link, which runtimes do not follow; remove it, or choose another "
-            "folder with -o"
-        )
-
-
-def _check_same(copy: DataCopy, descriptor: int) -> None:
-    with open_regular(copy.source) as source:
-        if not _has_same_bytes(source.fileno(), descriptor):
-            raise ArgumentError(
-                f"{copy.target} exists and differs from {copy.source}; move it, or choose another folder with -o"
-            )
-
-
-def _has_same_bytes(first: int, second: int) -> bool:
-    one, other = os.fstat(first), os.fstat(second)
-    if os.path.samestat(one, other):
-        return True
-    return one.st_size == other.st_size and all(
-        os.pread(first, _BLOCK, offset) == os.pread(second, _BLOCK, offset) for offset in range(0, one.st_size, _BLOCK)
-    )
-
-
-def _copy_error(copy: DataCopy, error: OSError) -> ArgumentError:
-    return ArgumentError(
-        f"external data {copy.location!r} cannot be copied to {copy.target}: {error.strerror or error}; choose another "
-        "folder with -o"
-    )
-
-
-class DataCopier:
-    """A context that copies external data beside a new model, and removes the copies if the model is not completed.
-
-    ``stage`` copies a file under a temporary name, ``publish`` gives all copies their final names. If the model still has
-    its temporary name at the end of the context, everything that was written is removed.
-
-    Several processes may write into one folder. Each copies under its own temporary name. The first to publish holds a lock
-    on its copy until its model is complete or the copy is removed. The others wait for the lock, and use that copy if it has
-    the same bytes.
-
-    Args:
-        model: the new model under its temporary name.
-    """
-
-    def __init__(self, model: TemporaryFile) -> None:
-        self._model = model
-        self._stack = ExitStack()
-        self._staged: list[tuple[DataCopy, TemporaryFile]] = []
-
-    def __enter__(self) -> DataCopier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def stage(self, copy: DataCopy) -> None:
-        """Copies a file under a temporary name and checks the copy. Nothing is copied if the target has the same bytes already.
-
-        Raises:
-            ArgumentError: when it cannot be copied, or the target has other bytes.
-        """
-        remove_leftovers(copy.target.parent)
-        try:
-            if _is_in_place(copy):
-                return
-            self._make_folder(copy.target.parent)
-            new = self._stack.enter_context(temporary_file(copy.target.parent))
-            new.copy(copy.source)
-        except OSError as error:
-            raise _copy_error(copy, error) from error
-        self._staged.append((copy, new))
-
-    def stage_new(self, folder: Path, pieces: Iterable[bytes], name: Callable[[str], str]) -> str:
-        """Writes a new file of external data under a temporary name.
-
-        Args:
-            folder: of the new model.
-            pieces: the file's bytes.
-            name: gives the file's name for a digest of its bytes, in hexadecimal digits.
-
-        Returns:
-            The name.
-
-        Raises:
-            OSError: when it cannot be written.
-        """
-        remove_leftovers(folder)
-        new = self._stack.enter_context(temporary_file(folder))
-        digest = hashlib.sha256()
-
-        def read() -> Iterator[bytes]:
-            for piece in pieces:
-                digest.update(piece)
-                yield piece
-
-        new.write_pieces(read())
-        file_name = name(digest.hexdigest())
-        self._staged.append((DataCopy(file_name, new.path, folder / file_name), new))
-        return file_name
-
-    def publish(self) -> None:
-        """Gives the copies their final names.
-
-        Raises:
-            ArgumentError: when a name was taken by other data meanwhile.
-        """
-        for copy, new in self._staged:
-            self._stack.callback(self._withdraw, copy, new)
-            try:
-                self._publish(copy, new)
-            except OSError as error:
-                raise _copy_error(copy, error) from error
-
-    def _publish(self, copy: DataCopy, new: TemporaryFile) -> None:
-        while True:
-            try:
-                new.publish(copy.target)
-                return
-            except FileExistsError:
-                if _is_in_place(copy):
-                    return
-
-    def _make_folder(self, folder: Path) -> None:
-        if not folder.is_dir():
-            self._make_folder(folder.parent)
-            self._stack.callback(self._remove_folder, folder)
-            folder.mkdir(exist_ok=True)
-
-    def _remove_folder(self, folder: Path) -> None:
-        if self._model.is_temporary():
-            with contextlib.suppress(OSError):  # other files are in it by now
-                folder.rmdir()
-
-    def _withdraw(self, copy: DataCopy, new: TemporaryFile) -> None:
-        # Without the lock another process may use the copy already.
-        if self._model.is_temporary() and new.is_locked and new.is_at(copy.target):
-            with contextlib.suppress(OSError):
-                copy.target.unlink()
-
-
-def _is_in_place(copy: DataCopy) -> bool:
-    """Whether the target holds the data for good; waits while the process that copied it may still remove it."""
-    end = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            there = open_regular(copy.target)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        with there:
-            if try_lock(there.fileno(), shared=True) is not False and _is_same_file(there.fileno(), copy.target):
-                _check_same(copy, there.fileno())
-                return True
-        if time.monotonic() > end:
-            raise ArgumentError(
-                f"{copy.target} is in use by another process; wait for it, or choose another folder with -o"
-            )
-        time.sleep(_PAUSE)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False

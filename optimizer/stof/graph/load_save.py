@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from onnx import TensorProto
 from stof.errors import ArgumentError, ModelError
 from stof.files import open_regular, temporary_file
 from stof.graph.check_text import check_text
+from stof.graph.data_copies import DataCopier, data_to_copy
 from stof.graph.derived_data import data_name, data_pieces, find_derived, remove_old_data, with_derived
-from stof.graph.external_data import DataCopier, all_tensors, check_external, data_to_copy, external_files, is_external
+from stof.graph.external_data import all_tensors, check_external, external_files, is_external, use_forward_slashes
 from stof.graph.file_formats import HEAD_BYTES, describe_format
 from stof.graph.index import DOMAIN, STANDARD_DOMAINS, describe, is_standard, opset_of, topological_order
 from stof.graph.old_opsets import OLDEST_CONVERTED, convert_opset
@@ -76,6 +78,8 @@ def load_with_opset(path: Path) -> tuple[onnx.ModelProto, int]:
             f"{path} {other or 'is no ONNX model, or a truncated one: it has no graph or no opset import'}"
         )
     check_text(path, model)
+    if sys.platform == "win32":
+        use_forward_slashes(model)
     if not model.graph.node:
         raise ModelError(f"{path} has a graph without nodes; export the model again")
     _check_opsets(path, model)

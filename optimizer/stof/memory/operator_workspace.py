@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +13,7 @@ from stof.graph.node_fields import plain_attributes_of
 from stof.memory.session_node import SessionNode
 from stof.memory.tensor_sizes import TensorSizes
 from stof.runtime.library import LibraryError, Op, Tensor, shape_of, tensor_of
+from stof.system.processor import usable_cores
 
 _MOST_THREADS = 64
 _KEY = 1  # of StofAttention's inputs; its value follows
@@ -69,4 +69,4 @@ def _operator(node: SessionNode) -> Op:
 
 def count_threads() -> int:
     """Those of a session with default options on this machine."""
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    return max(1, min(_MOST_THREADS, usable_cores()))

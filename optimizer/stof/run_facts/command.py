@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -99,7 +101,7 @@ def command_of(model: str, options: Options) -> str:
         value = getattr(options, field.name)
         if not _is_default(value, getattr(default, field.name)):
             words += _WRITERS[field.name](value)
-    return shlex.join(words)
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def _is_default(value: Any, default: Any) -> bool:

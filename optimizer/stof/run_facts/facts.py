@@ -15,9 +15,9 @@ from typing import Any
 
 import onnx
 
-from stof.run_facts.machine import cpu_name, usable_cores
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
+from stof.system.processor import cpu_name, usable_cores
 from stof.targets import Target
 
 
@@ -86,7 +86,9 @@ def _version_of_onnxruntime() -> str:
         spec = importlib.util.find_spec("onnxruntime")
         if spec is None:
             return "not installed"
-        found = re.search(r"^__version__ *= *[\"']([^\"']+)", Path(spec.origin or "").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^__version__ *= *[\"']([^\"']+)", Path(spec.origin or "").read_text(encoding="utf-8"), re.MULTILINE
+        )
         if found:
             return found[1]
     return "not known"

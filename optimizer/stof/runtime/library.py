@@ -17,13 +17,13 @@ import numpy as np
 
 from stof.arguments import environment
 from stof.errors import StofError
-from stof.installation import CUDA, locate_library, missing
+from stof.installation import CUDA, library_file, locate_library, missing
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-LIBRARY = "libstof_ort.so"
+LIBRARY = library_file("stof_ort")
 EARLIER = (
     "it is of an earlier version than this package; install both of one version, or set STOF_LIBRARY to such a one"
 )

@@ -13,10 +13,10 @@ from typing import Any
 
 from stof.arguments.environment import TRT_LIBRARY
 from stof.errors import StofError
-from stof.installation import CUDA, TENSORRT, how_to_add, locate_library, missing, read_left_out
+from stof.installation import CUDA, TENSORRT, how_to_add, library_file, locate_library, missing, read_left_out
 from stof.terminal import complain
 
-LIBRARY = "libstof_trt.so"
+LIBRARY = library_file("stof_trt")
 PLUGIN = ("StofAttention", "1", "stof")  # name, version, namespace
 # In this order. TensorRT for RTX's wheels come as tensorrt_rtx, or as bindings alone, whose libraries are a package apart.
 MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")

@@ -11,9 +11,10 @@ import numpy as np
 import onnx
 
 from stof.execution.case import Case
-from stof.execution.run_limits import RUNS, RunLimits, resident_bytes, show_bytes
+from stof.execution.run_limits import RUNS, RunLimits, show_bytes
 from stof.memory.run_estimate import MemoryEstimate, RunEstimate
 from stof.symbolic import Symbolic
+from stof.system.memory import resident_bytes
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.result import SkippedCase
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from stof.execution.case import Case, Padding
 from stof.execution.inputs import InputMaker
-from stof.execution.run_limits import free_memory
 from stof.symbolic.algebra.sizes import evaluate_or_none
+from stof.system.memory import free_memory
 
 LENGTHS = (2048, 1024, 512, 256, 128)  # of which the longest that runs fast enough is timed
 _PARTS = (16, 4)  # shorter lengths are these parts of it: short inputs are where a model may lose
