@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "cpu/x86_features.h"
 #include "plugins/core/host/environment.h"
 #include "plugins/core/host/fork_guard.h"
 
@@ -40,7 +41,7 @@ bool FindCpuIsa(const char* name, CpuIsa* isa) {
 
 bool IsCpuIsaSupported(CpuIsa isa) {
 #if defined(__x86_64__)
-#define STOF_HAS(feature) __builtin_cpu_supports(feature)
+#define STOF_HAS(feature) cpu::HasX86Feature(feature)
 #else
 #define STOF_HAS(feature) false
 #endif
