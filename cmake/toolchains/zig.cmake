@@ -32,6 +32,8 @@ set(CMAKE_CXX_COMPILER ${wrappers}/c++)
 set(CMAKE_AR ${wrappers}/ar)
 set(CMAKE_RANLIB ${wrappers}/ranlib)
 set(CMAKE_RC_COMPILER ${wrappers}/rc)
+# zig compiles libc++ for each way to link. CMake's checks need no program, and the libraries that are built share one libc++.
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
 # Programs of this machine help to build; its libraries are of another platform. Headers of ONNX Runtime and TensorRT are the same.
 set(CMAKE_FIND_ROOT_PATH ${wrappers})
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
