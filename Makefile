@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3
-.PHONY: quickstart test test-all wheel wheel-cuda clean
+.PHONY: quickstart test test-all wheel wheels wheel-cuda release-check clean
 
 quickstart:
 	bash tools/quickstart.sh $(PYTHON)
@@ -14,8 +14,14 @@ test-all:
 wheel:
 	bash tools/wheel.sh $(PYTHON)
 
+wheels:
+	bash tools/wheels.sh $(PYTHON)
+
 wheel-cuda:
 	bash tools/wheel_cuda.sh $(PYTHON)
 
+release-check:
+	bash tools/release_check.sh $(PYTHON)
+
 clean:
-	rm -rf build dist .venv .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-genai .venv-optimum .venv-texts .venv-trt-*
+	rm -rf build dist .venv .venv-test .venv-plain .venv-wheel .venv-wheels .venv-wheel-tools .venv-export .venv-genai .venv-optimum .venv-texts .venv-trt-*

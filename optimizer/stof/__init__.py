@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from stof.folder_report import FolderReport
     from stof.options import Options
     from stof.report import Report
+    from stof.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "FolderReport",
@@ -49,6 +49,7 @@ _HOMES = {
     "Report": "stof.report",
     "StofError": "stof.errors",
     "VerifyError": "stof.errors",
+    "__version__": "stof.version",
     "optimize": "stof.api",
     "optimize_folder": "stof.api.folder",
 }

@@ -12,10 +12,10 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
+from macho_signature import signature_fault
 from macholib import mach_o
 from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
-from macho_signature import signature_fault
 
 _MACHO_MAGIC = bytes.fromhex("cffaedfe")
 

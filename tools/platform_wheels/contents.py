@@ -23,7 +23,9 @@ from binary import Binary, read_binary
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MIB = 12
 # Sources and leftovers of compilers.
-STRAY = ("*.cc", "*.h", "*.cu", "*.cuh", "*.o", "*.obj", "*.a", "*.lib", "*.pdb", "*.pyc", "*.map", "*.cmake", "*.ninja")
+STRAY = tuple(
+    f"*.{ending}" for ending in ["cc", "h", "cu", "cuh", "o", "obj", "a", "lib", "pdb", "pyc", "map", "cmake", "ninja"]
+)
 TRT_EXPORTS = frozenset({"getCreators", "setLoggerFinder"})
 
 

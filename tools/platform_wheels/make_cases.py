@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TYPES = {"float32": "f32", "int64": "i64"}
 
 
-def write_case(folder: Path, source: Path, feeds: dict[str, np.ndarray], options: list[str], expected: set[str]) -> None:
+def write_case(
+    folder: Path, source: Path, feeds: dict[str, np.ndarray], options: list[str], expected: set[str]
+) -> None:
     """One case of the model file ``source``. Raises where the result lacks operators of stof that are ``expected``."""
     target = folder / "model.onnx"
     command = [sys.executable, "-m", "stof", source, "-o", target, *options]
