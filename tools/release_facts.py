@@ -16,11 +16,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEHOLDER = "OWNER"
-SYSTEMS = ("Operating System :: MacOS", "Operating System :: Microsoft :: Windows", "Operating System :: POSIX :: Linux")
+SYSTEMS = (
+    "Operating System :: MacOS",
+    "Operating System :: Microsoft :: Windows",
+    "Operating System :: POSIX :: Linux",
+)
 URLS = ("Homepage", "Documentation", "Issues", "Changelog")
 MOST_SDIST_MIB = 32
 # A wheel can be built from these, and read by whoever gets the archive.
-SDIST_FILES = ("CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "optimizer/stof/__init__.py", "plugins/ort/library.cc")  # fmt: skip
+SDIST_FILES = (
+    "CMakeLists.txt", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md",
+    "optimizer/stof/__init__.py", "plugins/ort/library.cc",
+)  # fmt: skip
 
 
 def project_faults(pyproject: str, changelog: str) -> Iterator[str]:
@@ -29,7 +36,7 @@ def project_faults(pyproject: str, changelog: str) -> Iterator[str]:
     version = project["version"]
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
         yield f"pyproject.toml: the version is {version}, expected X.Y.Z, X.Y.ZaN, X.Y.ZbN or X.Y.ZrcN"
-    section = re.search(rf"^## {re.escape(version)}( .*)?$\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^## {re.escape(version)}( [^\n]*)?$\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
     if section is None:
         yield f"CHANGELOG.md has no section '## {version}': write what users see of it"
     else:
@@ -53,7 +60,7 @@ def project_faults(pyproject: str, changelog: str) -> Iterator[str]:
 def source_faults(version: str, sources: dict[str, str]) -> Iterator[str]:
     """Sources that state the version themselves. ``sources`` has texts by path."""
     for path, text in sources.items():
-        for match in re.finditer(r"^.*\bversion\w*\s*=.*$", text, re.MULTILINE | re.IGNORECASE):
+        for match in re.finditer(r"^.*version\w*\s*=.*$", text, re.MULTILINE | re.IGNORECASE):
             if f'"{version}"' in match[0]:
                 yield f"{path}: {match[0].strip()!r} states the version, which stands in pyproject.toml alone"
 

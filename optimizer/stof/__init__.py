@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stof.runtime.library import build_info, get_library_path, library_path, register
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from stof.folder_report import FolderReport
     from stof.options import Options
     from stof.report import Report
-    from stof.version import __version__
 
+    __version__: str
 __all__ = [
     "ArgumentError",
     "FolderReport",
@@ -49,13 +50,16 @@ _HOMES = {
     "Report": "stof.report",
     "StofError": "stof.errors",
     "VerifyError": "stof.errors",
-    "__version__": "stof.version",
     "optimize": "stof.api",
     "optimize_folder": "stof.api.folder",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from stof.installation import read_version
+
+        return read_version(Path(__file__).resolve().parent)
     if name not in _HOMES:
         raise AttributeError(f"module 'stof' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
