@@ -29,10 +29,10 @@ mkdir -p "$work" dist
 "$tools/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
 "$tools/bin/python" -m pip install -q --disable-pip-version-check --group wheels
 export PATH=$tools/bin:$PATH
-STOF_ZIG=$(python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')
+STOF_ZIG=${STOF_ZIG:-$(python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')}
 export STOF_ZIG
-# The compiler is a script that names zig's version: its text tells compilers apart, and its name does not say that it is clang.
-export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_DEPEND=1 CCACHE_COMPILERCHECK=content CCACHE_COMPILERTYPE=clang
+# The compiler is a script, whose name does not say that it is clang.
+export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_DEPEND=1 CCACHE_COMPILERTYPE=clang
 
 # The headers of all platforms are the same: fetched once.
 if [ -z "${ONNXRUNTIME_INCLUDE_DIR:-}" ]; then
@@ -50,6 +50,8 @@ build_platform() {
   local started
   started=$(date +%s)
   rm -f dist/stof_onnx-*-py3-none-"${tags[$1]}".whl
+  # Of the script's text only this matters; other clones have zig in another folder.
+  export CCACHE_COMPILERCHECK="string:zig $("$STOF_ZIG" version) $1"
   # Not stripped by CMake, whose strip is that of this machine: the linker leaves nothing for debuggers.
   python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist \
     -C "build-dir=$work/$1" -C install.strip=false -C "wheel.tags=py3-none-${tags[$1]}" \

@@ -17,6 +17,7 @@ from macholib import mach_o
 from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 
+_OF_LINKER = {"__dso_handle", "_mh_dylib_header"}  # addresses of the library itself, which zig's linker lists
 _MACHO_MAGIC = bytes.fromhex("cffaedfe")
 
 
@@ -118,7 +119,7 @@ def _read_macho(data: bytes) -> Binary:
         elif load.cmd == mach_o.LC_SEGMENT_64:
             has_debug |= command.segname.rstrip(b"\0") == b"__DWARF"
     symbols = SymbolTable(macho, openfile=lambda *_: io.BytesIO(data))
-    exports = frozenset(symbol.decode().removeprefix("_") for entry, symbol in symbols.extdefsyms)
+    exports = frozenset(symbol.decode().removeprefix("_") for entry, symbol in symbols.extdefsyms) - _OF_LINKER
     return Binary("macos-arm64", name, tuple(needed), exports, least, tuple(paths), fault, has_debug)
 
 
