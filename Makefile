@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 PYTHON ?= python3
-.PHONY: quickstart test test-all docs wheel wheel-cuda clean
+.PHONY: quickstart test test-all docs wheel wheels wheel-cuda release-check clean
 
 quickstart:
 	bash tools/quickstart.sh $(PYTHON)
@@ -17,8 +17,14 @@ docs:
 wheel:
 	bash tools/wheel.sh $(PYTHON)
 
+wheels:
+	bash tools/wheels.sh $(PYTHON)
+
 wheel-cuda:
 	bash tools/wheel_cuda.sh $(PYTHON)
 
+release-check:
+	bash tools/release_check.sh $(PYTHON)
+
 clean:
-	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-genai .venv-integrations .venv-trt-*
+	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheels .venv-wheel-tools .venv-export .venv-genai .venv-integrations .venv-trt-*

@@ -5,15 +5,24 @@
 set(left_out "")  # members of a JSON object; a reason has no semicolon, since CMake's lists do
 set(left_out_lines "")
 
+# Without an option no command builds the part on this system.
 function(stof_leave_out part name reason option)
   list(APPEND left_out "\"${part}\": \"${reason}\"")
-  # Every version of pip passes the environment on; its option -C came with 23.1.
-  list(APPEND left_out_lines "Not built: ${name} (${reason}). To build: CMAKE_ARGS=-D${option}=ON pip install .")
+  set(line "Not built: ${name} (${reason}).")
+  if(option)
+    # Every version of pip passes the environment on; its option -C came with 23.1.
+    string(APPEND line " To build: CMAKE_ARGS=-D${option}=ON pip install .")
+  endif()
+  list(APPEND left_out_lines "${line}")
   set(left_out "${left_out}" PARENT_SCOPE)
   set(left_out_lines "${left_out_lines}" PARENT_SCOPE)
 endfunction()
 
-if(NOT STOF_CUDA)
+if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux")
+  stof_leave_out(cuda "CUDA kernels" "stof has them on Linux alone" "")
+elseif(CMAKE_CROSSCOMPILING)
+  stof_leave_out(cuda "CUDA kernels" "they take long to compile and are built where asked for" STOF_CUDA)
+elseif(NOT STOF_CUDA)
   find_package(CUDAToolkit QUIET)
   if(NOT CUDAToolkit_FOUND)
     set(toolkit "no CUDA toolkit was found and 12.5 or later is needed")
@@ -24,7 +33,9 @@ if(NOT STOF_CUDA)
   endif()
   stof_leave_out(cuda "CUDA kernels" "they take long to compile and are built where asked for, ${toolkit}" STOF_CUDA)
 endif()
-if(NOT STOF_TENSORRT)
+if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux")
+  stof_leave_out(tensorrt "TensorRT plugin" "stof has it on Linux alone" "")
+elseif(NOT STOF_TENSORRT)
   stof_leave_out(tensorrt "TensorRT plugin" "STOF_TENSORRT is OFF" STOF_TENSORRT)
 elseif(NOT STOF_TRT_MAJOR)
   stof_leave_out(tensorrt "TensorRT plugin" "TensorRT's headers were neither found nor fetched" STOF_TENSORRT)

@@ -5,17 +5,10 @@
 #include <string>
 #include <string_view>
 
+#include "cpu/arm_features.h"
+#include "cpu/x86_features.h"
 #include "plugins/core/host/environment.h"
 #include "plugins/core/host/fork_guard.h"
-
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#elif defined(__aarch64__) && defined(_WIN32)
-#define WIN32_LEAN_AND_MEAN
-#include <windows.h>
-#endif
 
 namespace stof {
 namespace {
@@ -34,27 +27,6 @@ CpuIsa DetectIsa() {
   return best;
 }
 
-#if defined(__aarch64__)
-enum class ArmFeature { kNeon, kDotProduct };
-
-bool HasArmFeature(ArmFeature feature) {
-  if (feature == ArmFeature::kNeon) return true;  // every AArch64 processor that runs an operating system has it
-#if defined(__linux__)
-  constexpr unsigned long kAsimdDp = 1ul << 20;  // HWCAP_ASIMDDP, which older headers lack
-  return (getauxval(AT_HWCAP) & kAsimdDp) != 0;
-#elif defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof has;
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
-#elif defined(_WIN32)
-  constexpr DWORD kV82DotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
-  return IsProcessorFeaturePresent(kV82DotProduct) != 0;
-#else
-  return false;
-#endif
-}
-#endif
-
 }  // namespace
 
 const char* CpuIsaName(CpuIsa isa) { return kNames[static_cast<int>(isa)]; }
@@ -69,16 +41,8 @@ bool FindCpuIsa(const char* name, CpuIsa* isa) {
 }
 
 bool IsCpuIsaSupported(CpuIsa isa) {
-#if defined(__x86_64__)
-#define STOF_HAS(feature) __builtin_cpu_supports(feature)
-#define STOF_HAS_ARM(feature) false
-#elif defined(__aarch64__)
-#define STOF_HAS(feature) false
-#define STOF_HAS_ARM(feature) HasArmFeature(ArmFeature::feature)
-#else
-#define STOF_HAS(feature) false
-#define STOF_HAS_ARM(feature) false
-#endif
+#define STOF_HAS(feature) cpu::HasX86Feature(feature)
+#define STOF_HAS_ARM(feature) cpu::HasArmFeature(feature)
 #define STOF_SUPPORTED(id, name, is_supported) \
   case CpuIsa::id:                             \
     return is_supported;

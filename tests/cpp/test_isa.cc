@@ -6,6 +6,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
+#include "cpu/x86_features.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
@@ -32,6 +33,23 @@ TEST(CpuIsasByName) {
   CHECK(IsCpuIsaSupported(CpuIsa::kPortable) && IsCpuIsaSupported(BestCpuIsa()));
   CountCases(std::size(isas));
 }
+
+#if defined(__x86_64__)
+TEST(X86FeaturesAsTheCompilerKnowsThem) {
+#define STOF_SAME(name) CHECK(cpu::HasX86Feature(name) == (__builtin_cpu_supports(name) != 0), name)
+  STOF_SAME("fma");
+  STOF_SAME("f16c");
+  STOF_SAME("avx2");
+  STOF_SAME("avx512f");
+  STOF_SAME("avx512dq");
+  STOF_SAME("avx512bw");
+  STOF_SAME("avx512vl");
+  STOF_SAME("avx512vnni");
+#undef STOF_SAME
+  CHECK(!cpu::HasX86Feature("avx1024"));
+  CountCases(8);
+}
+#endif
 
 }  // namespace
 }  // namespace stof::test

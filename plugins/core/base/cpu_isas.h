@@ -8,8 +8,8 @@
 #define STOF_HAS_AVX2 STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c")
 #define STOF_HAS_AVX512 STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl")
 #define STOF_HAS_AVX512_VNNI STOF_HAS("avx512vnni") && STOF_HAS_AVX512
-#define STOF_HAS_NEON STOF_HAS_ARM(kNeon)
-#define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM(kDotProduct)
+#define STOF_HAS_NEON STOF_HAS_ARM("neon")
+#define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM("dotprod")
 
 // A row for each set, ISA(enumerator, name, whether the processor has it): the sets of x86-64, then those of AArch64,
 // each from the least to the best. A set's features include those of the sets of its architecture before it.

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -110,7 +110,7 @@ class ListedAttributes final : public stof::AttributeReader {
 class Arena {
  public:
   ~Arena() {
-    for (const Block& block : blocks_) std::free(block.data);
+    for (const Block& block : blocks_) ::operator delete(block.data, kAlignment);
   }
   void Reset() {
     for (Block& block : blocks_) block.used = false;
@@ -123,7 +123,7 @@ class Arena {
     }
     if (best == nullptr) {
       const size_t rounded = (bytes + 63) / 64 * 64;
-      void* data = std::aligned_alloc(64, std::max<size_t>(64, rounded));
+      void* data = ::operator new(std::max<size_t>(64, rounded), kAlignment, std::nothrow);
       if (data == nullptr) return nullptr;
       arena.blocks_.push_back({data, rounded, false});
       best = &arena.blocks_.back();
@@ -138,8 +138,24 @@ class Arena {
     size_t bytes;
     bool used;
   };
+  static constexpr std::align_val_t kAlignment{64};
   std::vector<Block> blocks_;
 };
+
+// One pool and one arena for each calling thread, kept between calls: calls from several threads do not share them.
+stof::RunContext ContextOfThisThread(int threads) {
+  thread_local Arena arena;
+  thread_local std::unique_ptr<stof::ThreadPool> pool;
+  if (pool == nullptr || pool->view().threads != threads || pool->IsOfAnotherProcess()) {
+    pool = std::make_unique<stof::ThreadPool>(threads);
+  }
+  arena.Reset();
+  stof::RunContext context;
+  context.parallel = pool->view();
+  context.allocate = Arena::Allocate;
+  context.self = &arena;
+  return context;
+}
 
 std::string BuildInfo() {
   std::string text = "{\"version\": \"" STOF_VERSION "\", \"build_id\": \"" STOF_BUILD_ID "\", \"backends\": [\"cpu\"";
@@ -315,18 +331,7 @@ int stof_op_run(stof_op* op, const stof_tensor* inputs, int input_count, stof_te
     std::vector<stof::Tensor> out;
     STOF_RETURN_IF_ERROR(Convert(inputs, input_count, &in));
     STOF_RETURN_IF_ERROR(Convert(outputs, output_count, &out));
-    // One pool for each calling thread, kept between calls: calls from several threads do not share one.
-    thread_local Arena arena;
-    thread_local std::unique_ptr<stof::ThreadPool> pool;
-    if (pool == nullptr || pool->view().threads != threads || pool->IsOfAnotherProcess()) {
-      pool = std::make_unique<stof::ThreadPool>(threads);
-    }
-    arena.Reset();
-    stof::RunContext context;
-    context.parallel = pool->view();
-    context.allocate = Arena::Allocate;
-    context.self = &arena;
-    return op->op->Run(in.data(), input_count, out.data(), output_count, context);
+    return op->op->Run(in.data(), input_count, out.data(), output_count, ContextOfThisThread(threads));
   });
 }
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * C ABI of libstof_ort.so for tests, benchmarks, the tuner and Python (ctypes). Every function that can fail returns 0
- * on success and otherwise writes a NUL-terminated message into error[error_size]. A null pointer is an error where the
- * function needs what it points to; others take it as nothing. Memory behind data is as large as type and dims say. */
+ * C ABI of libstof_ort.so, libstof_ort.dylib or stof_ort.dll for tests, benchmarks, the tuner and Python (ctypes).
+ * Every function that can fail returns 0 on success and otherwise writes a NUL-terminated message into
+ * error[error_size]. A null pointer is an error where the function needs what it points to; others take it as nothing.
+ * Memory behind data is as large as type and dims say. */
 #ifndef STOF_PLUGINS_CORE_C_API_C_API_H_
 #define STOF_PLUGINS_CORE_C_API_C_API_H_
 
@@ -12,7 +13,11 @@
 extern "C" {
 #endif
 
+#if defined(_WIN32)
+#define STOF_EXPORT __declspec(dllexport)
+#else
 #define STOF_EXPORT __attribute__((visibility("default")))
+#endif
 
 /* JSON: {"version", "build_id", "backends": ["cpu"], "cuda_architectures": [], "cpu_isa", "compiler"}. Static storage.
  */

@@ -51,12 +51,13 @@ typedef float Vec256 __attribute__((vector_size(32)));
 typedef float Vec512 __attribute__((vector_size(64)));
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f"), optimize("O3", "unroll-loops"))) float Fma512(float seed) {
-  return FmaChains<Vec512>(seed);
-}
-__attribute__((target("avx2,fma"), optimize("O3", "unroll-loops"))) float Fma256(float seed) {
-  return FmaChains<Vec256>(seed);
-}
+#if defined(__clang__)  // unrolls by the pragmas alone
+#define STOF_UNROLLED
+#else
+#define STOF_UNROLLED __attribute__((optimize("O3", "unroll-loops")))
+#endif
+__attribute__((target("avx512f"))) STOF_UNROLLED float Fma512(float seed) { return FmaChains<Vec512>(seed); }
+__attribute__((target("avx2,fma"))) STOF_UNROLLED float Fma256(float seed) { return FmaChains<Vec256>(seed); }
 #endif
 float Fma128(float seed) { return FmaChains<Vec128>(seed); }
 

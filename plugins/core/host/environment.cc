@@ -7,6 +7,7 @@
 
 #include "plugins/core/base/cpu_isas.h"
 #include "plugins/core/host/fork_guard.h"
+#include "plugins/core/host/platform.h"
 #include "plugins/core/host/quoted.h"
 
 namespace stof {
@@ -176,7 +177,7 @@ const VariableDescription& DescribeVariable(Variable variable) { return kTable[s
 
 const char* ReadVariable(Variable variable) noexcept {
   const VariableDescription& row = DescribeVariable(variable);
-  const char* const text = row.is_read_in_setuid ? std::getenv(row.name) : secure_getenv(row.name);
+  const char* const text = row.is_read_in_setuid ? std::getenv(row.name) : GetTrustedVariable(row.name);
   return text == nullptr || *text == '\0' ? nullptr : text;
 }
 

@@ -2,7 +2,7 @@
 // The environment variables that the libraries read: one table of their names, types, values and meanings, and the
 // getters for every reader. A wrong value is one error everywhere: it names the variable, the value and the right ones.
 // docs/reference/environment.md is made of the table (tools/environment_page.py). environment.cc needs no other source
-// file: libraries that link nothing else of stof use it, too.
+// file than that of the platform (platform.h): libraries that link nothing else of stof use it, too.
 #ifndef STOF_PLUGINS_CORE_HOST_ENVIRONMENT_H_
 #define STOF_PLUGINS_CORE_HOST_ENVIRONMENT_H_
 

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Usage: wheels.sh [PYTHON [PLATFORM..]]
+# Builds the CPU wheels of all platforms into dist/ on one Linux machine, by zig (cmake/toolchains), checks what is in them, and
+# runs them: on Linux x86-64 as a user would, on Linux aarch64 in QEMU, and on Windows in Wine with the real ONNX Runtime.
+# Nothing runs a wheel of macOS. A platform whose emulator is missing is built and not run, which the table says; with
+# STOF_TEST_ALL=1 that is an error. PLATFORMs: linux-x86_64 linux-aarch64 macos-arm64 windows-x86_64.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+python=${1:-python3}
+platforms=("${@:2}")
+[ ${#platforms[@]} -gt 0 ] || platforms=(linux-x86_64 linux-aarch64 macos-arm64 windows-x86_64)
+build_options=()
+. tools/wheel_lib.sh
+
+declare -A tags=(
+  [linux-x86_64]=manylinux_2_28_x86_64 [linux-aarch64]=manylinux_2_28_aarch64
+  [macos-arm64]=macosx_11_0_arm64 [windows-x86_64]=win_amd64
+)
+for platform in "${platforms[@]}"; do
+  [ -n "${tags[$platform]:-}" ] || { echo "wheels.sh: no platform $platform; there are ${!tags[*]}" >&2; exit 2; }
+done
+
+work=$root/build/wheels
+tools=$root/.venv-wheels
+mkdir -p "$work" dist
+[ -x "$tools/bin/python" ] || "$python" -m venv "$tools"
+"$tools/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+"$tools/bin/python" -m pip install -q --disable-pip-version-check --group wheels
+export PATH=$tools/bin:$PATH
+STOF_ZIG=${STOF_ZIG:-$(python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')}
+export STOF_ZIG
+# The compiler is a script, whose name does not say that it is clang.
+export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_DEPEND=1 CCACHE_COMPILERTYPE=clang
+
+# The headers of all platforms are the same: fetched once.
+if [ -z "${ONNXRUNTIME_INCLUDE_DIR:-}" ]; then
+  cmake -DPROJECT_BINARY_DIR="$work" -DSTOF_FETCH_RELEASE_HEADERS=ON -P cmake/OnnxRuntimeHeaders.cmake | tee "$work/headers.log"
+  ONNXRUNTIME_INCLUDE_DIR=$(sed -n 's/^-- ONNX Runtime headers: \(.*\) (.*)$/\1/p' "$work/headers.log")
+fi
+TENSORRT_INCLUDE_DIR=$work/tensorrt-headers
+[ -e "$TENSORRT_INCLUDE_DIR/NvInferRuntime.h" ] || bash cmake/fetch_tensorrt_headers.sh "$TENSORRT_INCLUDE_DIR" "$tools/bin/python"
+export ONNXRUNTIME_INCLUDE_DIR TENSORRT_INCLUDE_DIR
+
+# wheel_of PLATFORM: its file.
+wheel_of() { echo dist/stof_onnx-*-py3-none-"${tags[$1]}".whl; }
+
+build_platform() {
+  local started
+  started=$(date +%s)
+  rm -f dist/stof_onnx-*-py3-none-"${tags[$1]}".whl
+  # Of the script's text only this matters; other clones have zig in another folder.
+  export CCACHE_COMPILERCHECK="string:zig $("$STOF_ZIG" version) $1"
+  # Not stripped by CMake, whose strip is that of this machine: the linker leaves nothing for debuggers.
+  python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist \
+    -C "build-dir=$work/$1" -C install.strip=false -C "wheel.tags=py3-none-${tags[$1]}" \
+    -C "cmake.define.CMAKE_TOOLCHAIN_FILE=$root/cmake/toolchains/$1.cmake" .
+  echo "$1: built in $(($(date +%s) - started)) s"
+}
+
+declare -A ran
+for platform in "${platforms[@]}"; do
+  build_platform "$platform"
+  ran[$platform]='built, not run'
+done
+rows() { for platform in "${platforms[@]}"; do echo "$(wheel_of "$platform")=${ran[$platform]}"; done; }
+mapfile -t arguments < <(rows)
+python tools/platform_wheels/contents.py "${arguments[@]}"
+
+# missing PLATFORM PROGRAM PACKAGES: an error where everything has to run.
+missing() {
+  ran[$1]="built, not run: no $2"
+  echo "wheels.sh: $1 is not run, since there is no $2; on Debian: apt-get install $3"
+  [ "${STOF_TEST_ALL:-0}" != 1 ] || exit 1
+}
+
+for platform in "${platforms[@]}"; do
+  started=$(date +%s)
+  case $platform in
+    linux-x86_64)
+      [ "$(uname -sm)" = "Linux x86_64" ] || { missing $platform 'x86-64 machine' '(another machine)'; continue; }
+      rm -rf .venv-wheel
+      "$python" -m venv .venv-wheel
+      .venv-wheel/bin/python -m pip install -q --disable-pip-version-check --only-binary :all: "$(wheel_of $platform)[cpu]"
+      check_installation .venv-wheel
+      run_model .venv-wheel
+      ran[$platform]="run, in $(($(date +%s) - started)) s with its installation"
+      ;;
+    linux-aarch64)
+      command -v qemu-aarch64-static >/dev/null || { missing $platform qemu-aarch64-static qemu-user-static; continue; }
+      bash tools/platform_wheels/run_on_aarch64.sh "$work/aarch64" "$(wheel_of $platform)" "$python"
+      ran[$platform]="run in QEMU, $(($(date +%s) - started)) s"
+      ;;
+    windows-x86_64)
+      command -v wine >/dev/null || { missing $platform wine 'wine wine64'; continue; }
+      bash tools/platform_wheels/run_on_windows.sh "$work/windows" "$(wheel_of $platform)" .venv-wheel/bin/python
+      ran[$platform]="run in Wine, $(($(date +%s) - started)) s"
+      ;;
+  esac
+done
+mapfile -t arguments < <(rows)
+python tools/platform_wheels/contents.py "${arguments[@]}"
