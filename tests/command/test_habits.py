@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -70,6 +72,18 @@ def test_session_options_need_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(stof.errors.StofError, match="need ONNX Runtime: pip install onnxruntime"):
         stof.session_options()
+
+
+@pytest.mark.parametrize(("name", "package"), [("fastembed", "fastembed>=0.9"), ("olive", "olive-ai")])
+def test_hooks_of_other_tools_say_what_to_install(name: str, package: str) -> None:
+    """In a process of its own, for which the tool is not installed."""
+    hide = f"import sys; sys.modules[{name!r}] = None; import stof.integrations.{name}"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "optimizer")}
+    done = subprocess.run([sys.executable, "-c", hide], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: stof.integrations.{name} needs ")
+    assert package in last
 
 
 # ---- --provider ----

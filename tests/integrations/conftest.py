@@ -20,9 +20,10 @@ MISSING = [name for name in TOOLS if importlib.util.find_spec(name) is None]
 HAS_NODE = shutil.which("npm") is not None and shutil.which("node") is not None
 collect_ignore_glob = ["test_*.py"] if MISSING else [] if HAS_NODE else ["test_node.py"]
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(Path(__file__).parent), str(ROOT / "tests/texts"), str(ROOT / "examples")]
-# Tools that report their use over the network do not do so in tests.
-os.environ |= {"OLIVE_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+if not MISSING:
+    sys.path += [str(Path(__file__).parent), str(ROOT / "tests/texts"), str(ROOT / "examples")]
+    # Tools that report their use over the network do not do so in tests.
+    os.environ |= {"OLIVE_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
 
 def pytest_report_header() -> str:

@@ -21,7 +21,7 @@ try:
     from fastembed.text.custom_text_embedding import CustomTextEmbedding, PostprocessingConfig
     from fastembed.text.onnx_text_model import TextEmbeddingWorker
 except ModuleNotFoundError as error:
-    if error.name != "fastembed":
+    if (error.name or "").partition(".")[0] != "fastembed":
         raise
     raise ImportError("stof.integrations.fastembed needs fastembed: pip install 'fastembed>=0.9'") from error
 

@@ -30,7 +30,7 @@ try:
     from olive.passes import Pass
     from olive.passes.pass_config import BasePassConfig, PassConfigParam
 except ModuleNotFoundError as error:
-    if error.name != "olive":
+    if (error.name or "").partition(".")[0] != "olive":
         raise
     raise ImportError("stof.integrations.olive needs Olive: pip install olive-ai") from error
 
