@@ -22,6 +22,9 @@ foreach(object ${kernels})
   string(REGEX REPLACE "^.*/([a-z_0-9]+)\\.cc\\.[^/]*$" "\\1" table ${object})
   string(LENGTH ${table} length)
   external_symbols(${object} symbols)
+  # GCC for AArch64 refers to the C++ runtime's handler of exceptions through this word, at -O0 in every object. It is data,
+  # and the same in all.
+  list(FILTER symbols EXCLUDE REGEX "^DW\\.ref\\.__gxx_personality_v0 V ")
   if(NOT symbols MATCHES "^_ZN4stof3cpu[0-9]+[a-z_0-9]+${length}${table}E [DR] [^;]*$")
     list(APPEND failures "${object} exports ${symbols}, expected ${table} alone")
   endif()
