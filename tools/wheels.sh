@@ -4,13 +4,14 @@
 # Builds the CPU wheels of all platforms into dist/ on one Linux machine, by zig (cmake/toolchains), checks what is in them, and
 # runs them: on Linux x86-64 as a user would, on Linux aarch64 in QEMU, and on Windows in Wine with the real ONNX Runtime.
 # Nothing runs a wheel of macOS. A platform whose emulator is missing is built and not run, which the table says; with
-# STOF_TEST_ALL=1 that is an error. PLATFORMs: linux-x86_64 linux-aarch64 macos-arm64 windows-x86_64.
+# STOF_TEST_ALL=1 that is an error. PLATFORMs: linux-x86_64 linux-aarch64 windows-x86_64 macos-arm64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${1:-python3}
-platforms=("${@:2}")
-[ ${#platforms[@]} -gt 0 ] || platforms=(linux-x86_64 linux-aarch64 macos-arm64 windows-x86_64)
+all=(linux-x86_64 linux-aarch64 windows-x86_64 macos-arm64)
+wanted=("${@:2}")
+[ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
 build_options=()
 . tools/wheel_lib.sh
 
@@ -18,8 +19,15 @@ declare -A tags=(
   [linux-x86_64]=manylinux_2_28_x86_64 [linux-aarch64]=manylinux_2_28_aarch64
   [macos-arm64]=macosx_11_0_arm64 [windows-x86_64]=win_amd64
 )
-for platform in "${platforms[@]}"; do
-  [ -n "${tags[$platform]:-}" ] || { echo "wheels.sh: no platform $platform; there are ${!tags[*]}" >&2; exit 2; }
+for platform in "${wanted[@]}"; do
+  [ -n "${tags[$platform]:-}" ] || { echo "wheels.sh: no platform $platform; there are ${all[*]}" >&2; exit 2; }
+done
+# In the order of the list. The wheel of Linux x86-64 writes the models that the library of Windows runs.
+platforms=()
+for platform in "${all[@]}"; do
+  if [[ " ${wanted[*]} " == *" $platform "* || ($platform = linux-x86_64 && " ${wanted[*]} " == *" windows-x86_64 "*) ]]; then
+    platforms+=("$platform")
+  fi
 done
 
 work=$root/build/wheels

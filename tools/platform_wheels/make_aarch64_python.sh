@@ -31,6 +31,12 @@ if [ ! -e "$folder/root.done" ]; then
   for package in "$folder"/apt/cache/archives/*.deb; do
     dpkg-deb -x "$package" "$root"
   done
+  # ONNX Runtime reads the processors from this file, and ends where it finds those of x86-64: a Neoverse N1 for each.
+  mkdir -p "$root/proc"
+  for ((i = 0; i < $(nproc); ++i)); do
+    printf 'processor\t: %d\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp\n' $i
+    printf 'CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x3\nCPU part\t: 0xd0c\nCPU revision\t: 1\n\n'
+  done >"$root/proc/cpuinfo"
   touch "$folder/root.done"
 fi
 
