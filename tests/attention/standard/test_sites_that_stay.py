@@ -98,6 +98,17 @@ def test_bf16() -> None:
         choose_form(replace(SITE, dtype=onnx.TensorProto.BFLOAT16), LiftedMask())
 
 
+@pytest.mark.parametrize("rows", [EmptyRows.MEAN, EmptyRows.ALL])
+def test_fp16_has_no_number_for_rows_without_a_key(rows: EmptyRows) -> None:
+    """Neither one beside which scores keep their digits, nor one that absorbs them."""
+    lifted = LiftedMask(MaskExpression.parse("pad[b, k]"), empty_rows=rows)
+    half = replace(SITE, dtype=onnx.TensorProto.FLOAT16)
+    with pytest.raises(UnsupportedError, match="and fp16 has none that leaves or absorbs scores"):
+        choose_form(half, lifted)
+    assert choose_form(half, lifted, every_row_has_key=True).fill == -np.inf
+    assert choose_form(SITE, lifted).fill == {EmptyRows.MEAN: -1e30, EmptyRows.ALL: -1e4}[rows]
+
+
 def test_fused_nodes(tmp_path: Path) -> None:
     """ONNX's Attention, and nodes with kernels of their own, are not written anew."""
     inputs = tuple(Given(n, ("B", "S", 16)) for n in "qkv")

@@ -162,13 +162,13 @@ def _fill(site: AttentionSite, mask: LiftedMask, *, every_row_has_key: bool) -> 
             "a row without a key is NaN, which Attention makes 0, and it is not proven that each row has one; --empty-rows "
             "ignore takes 0"
         )
-    if mask.empty_rows is EmptyRows.ALL:
-        return _SOFT_FILL
     if site.dtype != TensorProto.FLOAT:
+        what = "attends all keys" if mask.empty_rows is EmptyRows.ALL else "gives the mean of all values"
         raise UnsupportedError(
-            "a fully masked row gives the mean of all values, which Attention gives in fp32 alone; --empty-rows ignore takes 0"
+            f"a fully masked row {what}, which needs a finite number in attn_mask, and fp16 has none that leaves or absorbs "
+            "scores; --empty-rows ignore takes 0"
         )
-    return ABSORBING_FILL
+    return _SOFT_FILL if mask.empty_rows is EmptyRows.ALL else ABSORBING_FILL
 
 
 def find_lengths(site: AttentionSite, mask: LiftedMask, shape: Callable[[str], Shape | None]) -> RuntimeOperand | None:
