@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <locale>
 #include <string>
 #include <vector>
 
@@ -191,6 +192,38 @@ TEST(CApiRefusesOperators) {
 }
 
 // The Python tests parse it and compare every number with docs/reference/c-api.md.
+// A locale in which a blank is a letter, and what is beyond ASCII, too: what a program sets must not change what
+// attributes mean.
+class Letters : public std::ctype<char> {
+ public:
+  Letters() : std::ctype<char>(Table()) {}
+
+ private:
+  static const mask* Table() {
+    static const std::vector<mask> table(table_size, alpha);
+    return table.data();
+  }
+};
+
+TEST(CApiReadsAttributesInAnyLocale) {
+  const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Letters));
+  {
+    const OwnedOp attention("StofAttention", {TextOf("mask", "k <= q and q - k < 7"),
+                                              TextOf("layout", "BSN BSN BSN BSN"),
+                                              {"num_heads", 0, 4, 0, nullptr},
+                                              {"kv_num_heads", 0, 4, 0, nullptr},
+                                              {"packed", 3, 0, 0, "0 12\t4 12 8 12"}});
+    CHECK(attention.op != nullptr);
+  }
+  stof_op* op = nullptr;
+  for (const char* numbers : {"0 12 4 12 8 12x", "0 12 4 12 8 99999999999999999999", "0,12"}) {
+    const stof_attribute packed = {"packed", 3, 0, 0, numbers};
+    CHECK(Refused(stof_op_create("StofAttention", &packed, 1, &op, error, sizeof error), "packed"));
+  }
+  std::locale::global(before);
+  CountCases(4);
+}
+
 TEST(CApiListsLimits) {
   const char* const text = stof_op_limits();
   CHECK(text == stof_op_limits());

@@ -2,17 +2,19 @@
 #include "plugins/core/c_api/c_api.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <sstream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "cpu/isa.h"
+#include "plugins/core/base/ascii.h"
 #include "plugins/core/c_api/internal.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/op.h"
@@ -82,12 +84,16 @@ class ListedAttributes final : public stof::AttributeReader {
       SetMistyped(name, stof::AttributeType::kInts);
       return false;
     }
-    std::istringstream text(found->s);
     std::vector<int64_t> numbers;
-    for (int64_t number = 0; text >> number;) numbers.push_back(number);
-    if (!text.eof()) {  // a word that is no number, or one beyond 64 bits
-      SetMistyped(name, stof::AttributeType::kInts);
-      return false;
+    for (const std::string& word : stof::SplitWords(found->s)) {
+      int64_t number = 0;
+      const char* end = word.data() + word.size();
+      const auto [rest, error] = std::from_chars(word.data(), end, number);
+      if (error != std::errc() || rest != end) {  // no number, or one beyond 64 bits
+        SetMistyped(name, stof::AttributeType::kInts);
+        return false;
+      }
+      numbers.push_back(number);
     }
     *value = std::move(numbers);
     return true;

@@ -2,8 +2,8 @@
 // Recursive descent over the grammar of docs/reference/mask-format.md. The text comes from untrusted files: every limit
 // is checked before memory or stack is spent.
 #include <algorithm>
-#include <cctype>
 
+#include "plugins/core/base/ascii.h"
 #include "plugins/core/host/hash.h"
 #include "plugins/core/host/quoted.h"
 #include "plugins/core/mask/expr.h"
@@ -62,8 +62,8 @@ class ExprParser {
     Skip();
     if (text_.substr(at_, token.size()) != token) return false;
     const size_t end = at_ + token.size();
-    const bool word = std::isalpha(static_cast<unsigned char>(token[0])) != 0;
-    if (word && end < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[end])) || text_[end] == '_')) {
+    const bool word = IsLetter(token[0]);
+    if (word && end < text_.size() && (IsLetterOrDigit(text_[end]) || text_[end] == '_')) {
       return false;
     }
     at_ = end;
@@ -180,12 +180,12 @@ class ExprParser {
       if (node >= 0 && !Take(")")) return Fail("expected ')'");
       return node;
     }
-    if (std::isalpha(static_cast<unsigned char>(c)) == 0) {
+    if (!IsLetter(c)) {
       char32_t code = 0;
       return Fail("unexpected " + Quote(text_.substr(at_, std::max<size_t>(1, ReadUtf8(text_.substr(at_), &code)))));
     }
     const size_t begin = at_;
-    while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
+    while (at_ < text_.size() && (IsLetterOrDigit(text_[at_]) || text_[at_] == '_')) ++at_;
     return Name(text_.substr(begin, at_ - begin));
   }
   int Number() {

@@ -2,8 +2,8 @@
 // Parses the attributes of StofAttention.
 #include <algorithm>
 #include <cmath>
-#include <sstream>
 
+#include "plugins/core/base/ascii.h"
 #include "plugins/core/host/quoted.h"
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/attention_sequences.h"
@@ -16,15 +16,8 @@ using Limits = AttentionLimits;
 
 constexpr size_t kMostQuoted = 64;  // bytes of an attribute in a message
 
-std::vector<std::string> Words(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> words;
-  for (std::string word; stream >> word;) words.push_back(word);
-  return words;
-}
-
 Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
-  const std::vector<std::string> words = Words(text);
+  const std::vector<std::string> words = SplitWords(text);
   if (words.size() != 1 && words.size() != 4) {
     return Status::Error("attribute layout is " + Quote(text, kMostQuoted) + ", expected one token or four");
   }
@@ -139,14 +132,14 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   attributes.String("kernel", &a.kernel);
   text.clear();
   attributes.String("results", &text);
-  const std::vector<std::string> results = Words(text);
+  const std::vector<std::string> results = SplitWords(text);
   a.lse = results.size() == 1 && results[0] == "lse";
   if (!results.empty() && !a.lse) {
     return Status::Error("attribute results is " + Quote(text, kMostQuoted) + ", expected nothing or 'lse'");
   }
   text.clear();
   attributes.String("operands", &text);
-  a.operands = Words(text);
+  a.operands = SplitWords(text);
   text.clear();
   attributes.String("relative_index", &text);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
