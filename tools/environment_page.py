@@ -38,7 +38,7 @@ _TESTS = (
     ("`STOF_PREPARED`", "`tools/bench_gpu.sh`", "the folder of prepared models"),
     (
         "`STOF_TRT_ENVIRONMENTS`",
-        "`tools/test_engines.sh`, `tools/test_trt_registries.sh`",
+        "`tools/test_parts/engines.sh`, `tools/test_parts/trt_registries.sh`",
         "the folder of their Python environments",
     ),
 )

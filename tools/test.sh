@@ -168,7 +168,7 @@ fi
 if wants runtimes; then
   runtimes=(1.18.1)
   [ "${STOF_TEST_ALL:-0}" = 1 ] && runtimes+=(1.22.1 1.23.2 1.31.1 1.32.0)
-  beside 'old runtimes' bash tools/test_runtimes.sh "$bin/python" "$library" "${runtimes[@]}"
+  beside 'old runtimes' bash tools/test_parts/runtimes.sh "$bin/python" "$library" "${runtimes[@]}"
 fi
 
 if wants sanitizers; then
@@ -183,7 +183,7 @@ fi
 join
 # The plugin library in real plugin registries; its life without TensorRT is among the C++ tests.
 if wants registries; then
-  beside 'TensorRT registries' bash tools/test_trt_registries.sh "$bin/python" build/dev
+  beside 'TensorRT registries' bash tools/test_parts/trt_registries.sh "$bin/python" build/dev
 fi
 if wants sanitizers; then
   # Side by side: the parts of either end one after the other.
@@ -211,13 +211,13 @@ fi
 # The kernels of NEON, by a cross compiler and QEMU.
 if wants aarch64; then
   begin AArch64
-  bash tools/test_aarch64.sh
+  bash tools/test_parts/aarch64.sh
   end
 fi
 
 # Optimized models, built by TensorRT for RTX with the plugin library and without.
 if wants engines; then
-  beside 'TensorRT engines' bash tools/test_engines.sh "$bin/python" "$library" build/dev/libstof_trt.so
+  beside 'TensorRT engines' bash tools/test_parts/engines.sh "$bin/python" "$library" build/dev/libstof_trt.so
 fi
 
 # Compiled as in the first build, so that ccache has the objects.

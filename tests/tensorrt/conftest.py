@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that parse and build need TensorRT: tools/test_engines.sh makes an environment with it and runs them all."""
+"""Tests that parse and build need TensorRT: tools/test_parts/engines.sh makes an environment with it and runs them all."""
 
 from __future__ import annotations
 

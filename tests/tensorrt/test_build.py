@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimized models through TensorRT for RTX, without a GPU: parsed and built, with the plugin library and without.
 
-Needs TensorRT for RTX and the plugin library (tools/test_engines.sh). Each build that loads the library is a process of its
+Needs TensorRT for RTX and the plugin library (tools/test_parts/engines.sh). Each build that loads the library is a process of its
 own, since what a process loaded it keeps.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What some versions of ONNX Runtime's CPU provider refuse or do wrong, and stof works around: each asks the installed version.
 
-docs/reference/support-matrix.md has the list for users. ``tools/test_runtimes.sh`` runs optimized models in other versions.
+docs/reference/support-matrix.md has the list for users. ``tools/test_parts/runtimes.sh`` runs optimized models in other versions.
 """
 
 from __future__ import annotations

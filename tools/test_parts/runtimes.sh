@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Optimized models in old and new versions of ONNX Runtime: test_runtimes.sh PYTHON LIBRARY VERSION...
+# Optimized models in old and new versions of ONNX Runtime: runtimes.sh PYTHON LIBRARY VERSION...
 # The models are made with the current environment's stof; every version gets an environment of its own.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=$1
 library=$(realpath "$2")
 shift 2

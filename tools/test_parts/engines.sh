@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Parse and build optimized models with TensorRT for RTX, which needs no GPU: test_engines.sh PYTHON LIBRARY TRT_LIBRARY.
+# Parse and build optimized models with TensorRT for RTX, which needs no GPU: engines.sh PYTHON LIBRARY TRT_LIBRARY.
 # LIBRARY is libstof_ort.so, TRT_LIBRARY libstof_trt.so; both are made by the current build.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=$1
 library=$(realpath "$2")
 plugin=$(realpath "$3")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Usage: test_trt_registries.sh PYTHON BUILD_DIR
+# Usage: trt_registries.sh PYTHON BUILD_DIR
 # The one plugin library of BUILD_DIR in the registries of TensorRT 10, 11 and TensorRT for RTX, each in an environment of
 # its own from the Python package index (90 to 190 MB; no GPU and no driver is needed). STOF_TRT_ENVIRONMENTS names a
 # folder to keep them in.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=$1
 build=$2
 environments=${STOF_TRT_ENVIRONMENTS:-$PWD}

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The C++ tests for AArch64, by a cross compiler and QEMU: test_aarch64.sh [CPU...]. Every test runs, of random cases a sample:
+# The C++ tests for AArch64, by a cross compiler and QEMU: aarch64.sh [CPU...]. Every test runs, of random cases a sample:
 # an emulator takes about a hundred times as long as a processor. Times that it shows say nothing about kernels.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 missing=()
 command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
