@@ -25,7 +25,7 @@ __declspec(dllimport) unsigned long __stdcall GetLastError();
 
 namespace {
 
-// Two orders of magnitude above what fp32 sums in another order differ by; a wrong kernel is off by more.
+// An order of magnitude above what fp32 sums in another order differ by; a wrong kernel is off by more.
 constexpr double kTolerance = 2e-5;
 const OrtApi* ort = nullptr;
 

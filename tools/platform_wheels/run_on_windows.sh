@@ -23,7 +23,10 @@ rm -rf "$folder/wheel" "$folder/cases"
 "$python" tools/platform_wheels/make_cases.py "$folder/cases"
 "$STOF_ZIG" c++ -target x86_64-windows-gnu -std=c++17 -O1 -Wall -Wextra -Werror -I. -isystem "$ONNXRUNTIME_INCLUDE_DIR" \
   tools/platform_wheels/run_on_windows.cc -o "$folder/run_on_windows.exe"
-export WINEPREFIX=$folder/wine WINEDEBUG=-all
+# Outside of the sources: Wine's drive Z is a link to all files of this machine, which tools that walk the folder would follow.
+WINEPREFIX=$(mktemp -d)
+export WINEPREFIX WINEDEBUG=-all
+trap 'wineserver -k 2>/dev/null || true; rm -rf "$WINEPREFIX"' EXIT
 for isa in portable avx2 ''; do
   STOF_CPU_ISA=$isa wine "$folder/run_on_windows.exe" "$folder/onnxruntime-$runtime/onnxruntime.dll" "$folder/wheel/stof/lib/stof_ort.dll" \
     "$folder/cases/attention" "$folder/cases/encoder"
