@@ -21,4 +21,4 @@ wheel-cuda:
 	bash tools/wheel_cuda.sh $(PYTHON)
 
 clean:
-	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-genai .venv-optimum .venv-texts .venv-trt-*
+	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheel-tools .venv-export .venv-genai .venv-optimum .venv-texts .venv-windows .venv-trt-*
