@@ -27,4 +27,4 @@ release-check:
 	bash tools/release_check.sh $(PYTHON)
 
 clean:
-	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheels .venv-wheel-tools .venv-export .venv-genai .venv-integrations .venv-trt-*
+	rm -rf build dist .venv .venv-docs .venv-test .venv-plain .venv-wheel .venv-wheels .venv-wheel-tools .venv-export .venv-genai .venv-integrations .venv-windows .venv-trt-*

@@ -35,7 +35,7 @@ def pytest_sessionstart() -> None:
 
 # Whoever starts the tests in the background may have signals ignored, and processes inherit that.
 if threading.current_thread() is threading.main_thread():
-    for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    for _number in (getattr(signal, "SIGHUP", signal.SIGTERM), signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(_number) is signal.SIG_IGN:
             signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
