@@ -73,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is replaced, and for which device")
+def _add_target(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--target", choices=tuple(TARGETS), help="what choices are tuned for (cpu)")
     group.add_argument("--provider", choices=tuple(_BY_PROVIDER), help="the same, by ONNX Runtime's execution provider")
     group.add_argument(
@@ -83,6 +82,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default=STOF.name,
         help="standard: ONNX's own Attention where it gains, for runtimes that load no library (stof)",
     )
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is replaced, and for which device")
+    _add_target(group)
     group.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use"
     )

@@ -166,17 +166,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     report.sections = {op.key: op.empty_section() for op in OPS}
     report.optimized_before = dict(Counter(n.op_type for n in all_nodes(graph.graph.node) if n.domain == DOMAIN))
     earlier = {op.key: result for op in OPS if (result := op.find_earlier_result(job)) is not None}
-    for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
-        if earlier and value:
-            raise ArgumentError(
-                f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
-            )
-    if earlier and not options.emission.needs_library:
-        raise ArgumentError(
-            f"--emit {options.emit} is for a model without stof's operators, and this one was optimized before; give the one "
-            "it was made from"
-        )
     if earlier:
+        _refuse_changes_of_optimized(options)
         if options.memory_limit:
             report.memory = MemoryReport(missing="the model was optimized before", limit=options.memory_limit)
         for key, result in earlier.items():
@@ -186,14 +177,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         entries = empty | {key: result.plan for key, result in earlier.items()}
         _save_plan(Plan(entries, options.tuned_for, options.emission), options)
         return
-    if plan is not None and plan.target is not options.tuned_for:
-        raise ArgumentError(
-            f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
-        )
-    if plan is not None and plan.emission is not options.emission:
-        raise ArgumentError(
-            f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
-        )
+    if plan is not None:
+        _check_plan_is_for(plan, options)
     job = _prepare(report, _read_options(job, target, report.dry_run), target, user_inputs)
     stages = rewrite(job, ops)
     report.sections |= {s.op.key: s.decided.section for s in stages}
@@ -212,6 +197,30 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
     _save_plan(Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses), options)
+
+
+def _refuse_changes_of_optimized(options: Options) -> None:
+    for option, value in (("--sparsify", options.sparsify), ("--sparse-mlp", options.sparse_mlp)):
+        if value:
+            raise ArgumentError(
+                f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
+            )
+    if not options.emission.needs_library:
+        raise ArgumentError(
+            f"--emit {options.emit} is for a model without stof's operators, and this one was optimized before; give the one "
+            "it was made from"
+        )
+
+
+def _check_plan_is_for(plan: Plan, options: Options) -> None:
+    if plan.target is not options.tuned_for:
+        raise ArgumentError(
+            f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
+        )
+    if plan.emission is not options.emission:
+        raise ArgumentError(
+            f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
+        )
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:

@@ -22,7 +22,7 @@ WATCHDOG = 300.0  # seconds
 IMPORTS = """
 import importlib, pkgutil, stof
 names = [m.name for m in pkgutil.walk_packages(stof.__path__, "stof.") if not m.name.endswith("__main__")]
-names = [n for n in names if not n.startswith("stof.torch")]  # PyTorch may not be installed
+names = [n for n in names if not n.startswith(("stof.torch", "stof.integrations."))]  # which need other packages
 for name in names:
     importlib.import_module(name)
 print(len(names))
