@@ -37,7 +37,7 @@ def main() -> int:
         "pooling": PoolingType.MEAN,
         "normalization": True,
         "sources": ModelSource(hf="none/none"),  # not read: specific_model_path names the folder
-        "dim": json.loads((arguments.folder / "config.json").read_text())["hidden_size"],
+        "dim": json.loads((arguments.folder / "config.json").read_text(encoding="utf-8"))["hidden_size"],
         "model_file": "model.onnx",
     }
     TextEmbedding.add_custom_model("original", **settings)
