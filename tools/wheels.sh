@@ -4,21 +4,23 @@
 # Builds the CPU wheels of all platforms into dist/ on one Linux machine, by zig (cmake/toolchains), checks what is in them, and
 # runs them: on Linux x86-64 as a user would, on Linux aarch64 in QEMU, and on Windows in Wine with the real ONNX Runtime.
 # Nothing runs a wheel of macOS. A platform whose emulator is missing is built and not run, which the table says; with
-# STOF_TEST_ALL=1 that is an error. PLATFORMs: linux-x86_64 linux-aarch64 windows-x86_64 macos-arm64.
+# STOF_TEST_ALL=1 that is an error. PLATFORMs are the names that tools/platform_wheels/platforms.py prints; without any, all are
+# built, and other wheels of stof-onnx leave dist/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${1:-python3}
-all=(linux-x86_64 linux-aarch64 windows-x86_64 macos-arm64)
+all=()
+declare -A tags
+while read -r platform tag; do
+  all+=("$platform")
+  tags[$platform]=$tag
+done < <("$python" tools/platform_wheels/platforms.py)
+[ ${#all[@]} -gt 0 ] || exit 1  # the Python has said why
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
-build_options=()
 . tools/wheel_lib.sh
 
-declare -A tags=(
-  [linux-x86_64]=manylinux_2_28_x86_64 [linux-aarch64]=manylinux_2_28_aarch64
-  [macos-arm64]=macosx_11_0_arm64 [windows-x86_64]=win_amd64
-)
 for platform in "${wanted[@]}"; do
   [ -n "${tags[$platform]:-}" ] || { echo "wheels.sh: no platform $platform; there are ${all[*]}" >&2; exit 2; }
 done
@@ -33,6 +35,7 @@ done
 work=$root/build/wheels
 tools=$root/.venv-wheels
 mkdir -p "$work" dist
+[ $# -gt 1 ] || rm -f dist/stof_onnx-*.whl
 [ -x "$tools/bin/python" ] || "$python" -m venv "$tools"
 "$tools/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
 "$tools/bin/python" -m pip install -q --disable-pip-version-check --group wheels
