@@ -79,18 +79,19 @@ rows() { for platform in "${platforms[@]}"; do echo "$(wheel_of "$platform")=${r
 mapfile -t arguments < <(rows)
 python tools/platform_wheels/contents.py "${arguments[@]}"
 
-# missing PLATFORM PROGRAM PACKAGES: an error where everything has to run.
+# missing PLATFORM WHAT REMEDY: an error where everything has to run.
 missing() {
   ran[$1]="built, not run: no $2"
-  echo "wheels.sh: $1 is not run, since there is no $2; on Debian: apt-get install $3"
+  echo "wheels.sh: $1 is not run, since there is no $2: $3"
   [ "${STOF_TEST_ALL:-0}" != 1 ] || exit 1
 }
 
+machine=$(uname -sm)
 for platform in "${platforms[@]}"; do
   started=$(date +%s)
   case $platform in
     linux-x86_64)
-      [ "$(uname -sm)" = "Linux x86_64" ] || { missing $platform 'x86-64 machine' '(another machine)'; continue; }
+      [ "$machine" = "Linux x86_64" ] || { missing $platform 'x86-64 machine with Linux' 'run it on another machine'; continue; }
       rm -rf .venv-wheel
       "$python" -m venv .venv-wheel
       .venv-wheel/bin/python -m pip install -q --disable-pip-version-check --only-binary :all: "$(wheel_of $platform)[cpu]"
@@ -99,12 +100,14 @@ for platform in "${platforms[@]}"; do
       ran[$platform]="run, in $(($(date +%s) - started)) s with its installation"
       ;;
     linux-aarch64)
-      command -v qemu-aarch64-static >/dev/null || { missing $platform qemu-aarch64-static qemu-user-static; continue; }
-      bash tools/platform_wheels/run_on_aarch64.sh "$work/aarch64" "$(wheel_of $platform)" "$python"
+      command -v qemu-aarch64-static >/dev/null || { missing $platform qemu-aarch64-static 'apt-get install qemu-user-static on Debian'; continue; }
+      bash tools/platform_wheels/run_on_aarch64.sh "$work/aarch64" "$(wheel_of $platform)" "$tools/bin/python"
       ran[$platform]="run in QEMU, $(($(date +%s) - started)) s"
       ;;
     windows-x86_64)
-      command -v wine >/dev/null || { missing $platform wine 'wine wine64'; continue; }
+      # The wheel of Linux x86-64 writes its models.
+      [ "$machine" = "Linux x86_64" ] || { missing $platform 'x86-64 machine with Linux' 'run it on another machine'; continue; }
+      command -v wine >/dev/null || { missing $platform wine 'apt-get install wine wine64 on Debian'; continue; }
       bash tools/platform_wheels/run_on_windows.sh "$work/windows" "$(wheel_of $platform)" .venv-wheel/bin/python
       ran[$platform]="run in Wine, $(($(date +%s) - started)) s"
       ;;
