@@ -20,7 +20,7 @@ endfunction()
 
 if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux")
   stof_leave_out(cuda "CUDA kernels" "stof has them on Linux alone" "")
-elseif(CMAKE_CROSSCOMPILING)
+elseif(CMAKE_CROSSCOMPILING AND NOT STOF_CUDA)
   stof_leave_out(cuda "CUDA kernels" "they take long to compile and are built where asked for" STOF_CUDA)
 elseif(NOT STOF_CUDA)
   find_package(CUDAToolkit QUIET)

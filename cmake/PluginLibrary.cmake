@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # stof_plugin_library(TARGET EXPORTS): what libraries that other programs load have in common on each system. They export the
-# symbols of the version script EXPORTS and nothing else: templates of std:: could replace those of the host program. They need no C++ library of the host, which may be older. `install` puts them beside the Python package.
+# symbols of the version script EXPORTS and nothing else: templates of std:: could replace those of the host program. They
+# need no C++ library of the host, which may be older. `install` puts them beside the Python package.
 function(stof_plugin_library target exports)
   if(WIN32)
     # __declspec(dllexport) names the exports. The name has no prefix, as of other plugins there.

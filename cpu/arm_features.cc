@@ -24,7 +24,8 @@ bool HasDotProduct() {
 #elif defined(__aarch64__) && defined(__APPLE__)
   int has = 0;
   size_t size = sizeof has;
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+  // macOS 11 does not know the name. Every Mac with Apple silicon has dot products.
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) != 0 || has != 0;
 #elif defined(__aarch64__) && defined(_WIN32)
   constexpr DWORD kV82DotProduct = 43;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which older headers lack
   return IsProcessorFeaturePresent(kV82DotProduct) != 0;

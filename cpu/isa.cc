@@ -18,13 +18,30 @@ constexpr const char* kNames[] = {STOF_CPU_ISAS(STOF_NAME)};
 #undef STOF_NAME
 constexpr int kIsas = static_cast<int>(sizeof(kNames) / sizeof(kNames[0]));
 
-// The best one of the machine, or the one that the environment asks for; a lesser one where the machine lacks that.
+#if defined(__x86_64__)
+constexpr bool kIsX86 = true, kIsArm = false;
+#elif defined(__aarch64__)
+constexpr bool kIsX86 = false, kIsArm = true;
+#else
+constexpr bool kIsX86 = false, kIsArm = false;
+#endif
+
+// Whether a processor of this architecture may have it.
+bool IsOfThisArchitecture(CpuIsa isa) {
+#define STOF_HAS_X86(feature) kIsX86
+#define STOF_HAS_ARM(feature) kIsArm
+#define STOF_POSSIBLE(id, name, is_supported) \
+  case CpuIsa::id:                            \
+    return is_supported;
+  switch (isa) { STOF_CPU_ISAS(STOF_POSSIBLE) }
+#undef STOF_POSSIBLE
+#undef STOF_HAS_ARM
+#undef STOF_HAS_X86
+  return false;
+}
+
 CpuIsa DetectIsa() {
-  auto best = static_cast<CpuIsa>(kIsas - 1);
-  const std::string_view wanted = ReadVariableOr(Variable::kCpuIsa, std::string_view());
-  (void)FindCpuIsa(std::string(wanted).c_str(), &best);  // of no name: the best
-  while (!IsCpuIsaSupported(best)) best = static_cast<CpuIsa>(static_cast<int>(best) - 1);
-  return best;
+  return BestCpuIsaAtMost(std::string(ReadVariableOr(Variable::kCpuIsa, std::string_view())).c_str());
 }
 
 }  // namespace
@@ -41,7 +58,7 @@ bool FindCpuIsa(const char* name, CpuIsa* isa) {
 }
 
 bool IsCpuIsaSupported(CpuIsa isa) {
-#define STOF_HAS(feature) cpu::HasX86Feature(feature)
+#define STOF_HAS_X86(feature) cpu::HasX86Feature(feature)
 #define STOF_HAS_ARM(feature) cpu::HasArmFeature(feature)
 #define STOF_SUPPORTED(id, name, is_supported) \
   case CpuIsa::id:                             \
@@ -49,8 +66,16 @@ bool IsCpuIsaSupported(CpuIsa isa) {
   switch (isa) { STOF_CPU_ISAS(STOF_SUPPORTED) }
 #undef STOF_SUPPORTED
 #undef STOF_HAS_ARM
-#undef STOF_HAS
+#undef STOF_HAS_X86
   return false;
+}
+
+CpuIsa BestCpuIsaAtMost(const char* name) {
+  auto best = static_cast<CpuIsa>(kIsas - 1);
+  CpuIsa named = best;
+  if (FindCpuIsa(name, &named) && IsOfThisArchitecture(named)) best = named;
+  while (!IsCpuIsaSupported(best)) best = static_cast<CpuIsa>(static_cast<int>(best) - 1);
+  return best;
 }
 
 CpuIsa BestCpuIsa() {

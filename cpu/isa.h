@@ -21,6 +21,9 @@ const char* CpuIsaName(CpuIsa isa);
 bool FindCpuIsa(const char* name, CpuIsa* isa);
 // Whether this machine has it.
 bool IsCpuIsaSupported(CpuIsa isa);
+// The best one that this machine has and that is no better than the named one. A set of another architecture limits
+// nothing, like an unknown name: the best of all.
+CpuIsa BestCpuIsaAtMost(const char* name);
 
 }  // namespace stof
 #endif  // STOF_CPU_ISA_H_

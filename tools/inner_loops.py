@@ -18,6 +18,8 @@ _INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\t(\S+)\s*(.*)$")
 _TARGET = re.compile(r"([0-9a-f]+) <")
 _BRANCHES = ("b", "cbz", "cbnz", "tbz", "tbnz")
 _VECTOR = re.compile(r"^(v\d+\.|[bhsdq]\d+\b)")
+_LOADED = re.compile(r"^[qdsv]\d+\b|^\{(?P<list>[^}]*)\}")
+_RANGE = re.compile(r"v(\d+)\.\w+\s*-\s*v(\d+)\.")
 _SPILL = re.compile(r"^q\d+,.*\[sp")
 
 
@@ -57,7 +59,15 @@ class Instruction:
 
     @property
     def vectors_loaded(self) -> int:
-        return (2 if self.name == "ldp" else 1) if self.is_load else 0
+        """Registers for vectors that it loads, whatever their width; none for those of integers."""
+        found = _LOADED.match(self.operands) if self.is_load else None
+        if found is None:
+            return 0
+        if (registers := found["list"]) is None:
+            return 2 if self.name == "ldp" else 1
+        if span := _RANGE.search(registers):
+            return (int(span[2]) - int(span[1])) % 32 + 1
+        return registers.count(",") + 1
 
     @property
     def is_spill(self) -> bool:

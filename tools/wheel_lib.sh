@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
-# For wheel.sh and wheel_cuda.sh, which set root, python and build_options, pip's for builds.
+# For wheel.sh, wheel_cuda.sh and wheels.sh, which set root. build_wheel also takes python, and build_options, pip's for builds.
 
 # What a developer's shell may have set would replace the libraries that are installed here, or what they are built from.
 unset STOF_LIBRARY STOF_TRT_LIBRARY PYTHONPATH PYTHONHOME TENSORRT_INCLUDE_DIR TENSORRT_ROOT CMAKE_ARGS

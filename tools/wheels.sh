@@ -4,21 +4,23 @@
 # Builds the CPU wheels of all platforms into dist/ on one Linux machine, by zig (cmake/toolchains), checks what is in them, and
 # runs them: on Linux x86-64 as a user would, on Linux aarch64 in QEMU, and on Windows in Wine with the real ONNX Runtime.
 # Nothing runs a wheel of macOS. A platform whose emulator is missing is built and not run, which the table says; with
-# STOF_TEST_ALL=1 that is an error. PLATFORMs: linux-x86_64 linux-aarch64 windows-x86_64 macos-arm64.
+# STOF_TEST_ALL=1 that is an error. PLATFORMs are the names that tools/platform_wheels/platforms.py prints; without any, all are
+# built, and other wheels of stof-onnx leave dist/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${1:-python3}
-all=(linux-x86_64 linux-aarch64 windows-x86_64 macos-arm64)
+all=()
+declare -A tags
+while read -r platform tag; do
+  all+=("$platform")
+  tags[$platform]=$tag
+done < <("$python" tools/platform_wheels/platforms.py)
+[ ${#all[@]} -gt 0 ] || exit 1  # the Python has said why
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
-build_options=()
 . tools/wheel_lib.sh
 
-declare -A tags=(
-  [linux-x86_64]=manylinux_2_28_x86_64 [linux-aarch64]=manylinux_2_28_aarch64
-  [macos-arm64]=macosx_11_0_arm64 [windows-x86_64]=win_amd64
-)
 for platform in "${wanted[@]}"; do
   [ -n "${tags[$platform]:-}" ] || { echo "wheels.sh: no platform $platform; there are ${all[*]}" >&2; exit 2; }
 done
@@ -33,6 +35,7 @@ done
 work=$root/build/wheels
 tools=$root/.venv-wheels
 mkdir -p "$work" dist
+[ $# -gt 1 ] || rm -f dist/stof_onnx-*.whl
 [ -x "$tools/bin/python" ] || "$python" -m venv "$tools"
 "$tools/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
 "$tools/bin/python" -m pip install -q --disable-pip-version-check --group wheels
@@ -76,18 +79,19 @@ rows() { for platform in "${platforms[@]}"; do echo "$(wheel_of "$platform")=${r
 mapfile -t arguments < <(rows)
 python tools/platform_wheels/contents.py "${arguments[@]}"
 
-# missing PLATFORM PROGRAM PACKAGES: an error where everything has to run.
+# missing PLATFORM WHAT REMEDY: an error where everything has to run.
 missing() {
   ran[$1]="built, not run: no $2"
-  echo "wheels.sh: $1 is not run, since there is no $2; on Debian: apt-get install $3"
+  echo "wheels.sh: $1 is not run, since there is no $2: $3"
   [ "${STOF_TEST_ALL:-0}" != 1 ] || exit 1
 }
 
+machine=$(uname -sm)
 for platform in "${platforms[@]}"; do
   started=$(date +%s)
   case $platform in
     linux-x86_64)
-      [ "$(uname -sm)" = "Linux x86_64" ] || { missing $platform 'x86-64 machine' '(another machine)'; continue; }
+      [ "$machine" = "Linux x86_64" ] || { missing $platform 'x86-64 machine with Linux' 'run it on another machine'; continue; }
       rm -rf .venv-wheel
       "$python" -m venv .venv-wheel
       .venv-wheel/bin/python -m pip install -q --disable-pip-version-check --only-binary :all: "$(wheel_of $platform)[cpu]"
@@ -96,12 +100,14 @@ for platform in "${platforms[@]}"; do
       ran[$platform]="run, in $(($(date +%s) - started)) s with its installation"
       ;;
     linux-aarch64)
-      command -v qemu-aarch64-static >/dev/null || { missing $platform qemu-aarch64-static qemu-user-static; continue; }
-      bash tools/platform_wheels/run_on_aarch64.sh "$work/aarch64" "$(wheel_of $platform)" "$python"
+      command -v qemu-aarch64-static >/dev/null || { missing $platform qemu-aarch64-static 'apt-get install qemu-user-static on Debian'; continue; }
+      bash tools/platform_wheels/run_on_aarch64.sh "$work/aarch64" "$(wheel_of $platform)" "$tools/bin/python"
       ran[$platform]="run in QEMU, $(($(date +%s) - started)) s"
       ;;
     windows-x86_64)
-      command -v wine >/dev/null || { missing $platform wine 'wine wine64'; continue; }
+      # The wheel of Linux x86-64 writes its models.
+      [ "$machine" = "Linux x86_64" ] || { missing $platform 'x86-64 machine with Linux' 'run it on another machine'; continue; }
+      command -v wine >/dev/null || { missing $platform wine 'apt-get install wine wine64 on Debian'; continue; }
       bash tools/platform_wheels/run_on_windows.sh "$work/windows" "$(wheel_of $platform)" .venv-wheel/bin/python
       ran[$platform]="run in Wine, $(($(date +%s) - started)) s"
       ;;

@@ -22,6 +22,7 @@ struct Simd {
   // Sparse MLP, tokens and panels of tokens of a dot product, vectors of a row, tokens of a down row: 4 × 3
   // accumulators, 3 operands and a row: 16 of 16 registers. 6 × 2, 2 operands and a factor: 15.
   static constexpr int kDotTokens = 3, kDotPanels = 1, kPairVectors = 8, kDownTokens = 6;
+  static constexpr int kPanelRows = 6;  // of a tile of panels, see RowsOfTile
   using V = __m256;
   using M = __m256;
 

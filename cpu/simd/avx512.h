@@ -23,6 +23,7 @@ struct Simd {
   // Sparse MLP, tokens and panels of tokens of a dot product, vectors of a row, tokens of a down row: 4 × 6
   // accumulators, 6 operands and a row: 31 of 32 registers. 8 × 2, 2 operands and a factor: 19.
   static constexpr int kDotTokens = 6, kDotPanels = 4, kPairVectors = 8, kDownTokens = 8;
+  static constexpr int kPanelRows = 6;  // of a tile of panels, see RowsOfTile
   using V = __m512;
   using M = __mmask16;
 

@@ -5,6 +5,7 @@
 #include <arm_neon.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace stof {
 namespace cpu {
@@ -23,6 +24,7 @@ struct Simd {
   // Sparse MLP, tokens and panels of tokens of a dot product, vectors of a row, tokens of a down row: 4 × 6
   // accumulators, 6 operands and a row: 31 of 32 registers. 8 × 2, 2 operands and 2 vectors of factors: 20.
   static constexpr int kDotTokens = 6, kDotPanels = 1, kPairVectors = 8, kDownTokens = 8;
+  static constexpr int kPanelRows = 6;  // of a tile of panels, see RowsOfTile
   // The compiler's own vector type, as in portable.h: the operators of math.h mean the same with GCC and Clang.
   typedef float V __attribute__((vector_size(16)));
   using M = uint32x4_t;
@@ -86,6 +88,13 @@ struct Simd {
   static float ReduceAdd(V v) { return vaddvq_f32(v); }
   static float ReduceMax(V v) { return vmaxnmvq_f32(v); }  // of the lanes that are no NaN
 };
+
+// Four bytes, and zeros beyond.
+inline uint8x8_t LoadFourBytes(const void* from) {
+  uint32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return vcreate_u8(bytes);
+}
 
 }  // namespace
 }  // namespace cpu

@@ -26,6 +26,7 @@ struct Simd {
   static constexpr int kTileRows = kIsWide ? 8 : 6, kTileVectors = kIsWide ? 3 : 2;
   static constexpr int kDotTokens = kIsWide ? 6 : 2, kDotPanels = kIsWide ? 4 : 1;
   static constexpr int kPairVectors = kIsWide ? 8 : 2, kDownTokens = kIsWide ? 8 : 2;
+  static constexpr int kPanelRows = kIsWide ? 6 : 2;  // of a tile of panels, see RowsOfTile
   typedef float V __attribute__((vector_size(4 * STOF_PORTABLE_WIDTH)));
   typedef int32_t I __attribute__((vector_size(4 * STOF_PORTABLE_WIDTH)));
   using M = I;

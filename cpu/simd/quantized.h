@@ -4,7 +4,6 @@
 #define STOF_CPU_SIMD_QUANTIZED_H_
 
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/simd/convert.h"
 #include "cpu/simd/simd.h"
@@ -62,10 +61,8 @@ inline float16x4_t Float8ToScaledHalf(int16x4_t extended) {
   return vreinterpret_f16_u16(vorr_u16(half, vand_u16(is_nan, vdup_n_u16(0x7e00))));
 }
 // Four bytes, each of them extended to 16 bits.
-inline int16x4_t LoadFourBytes(const void* from) {
-  uint32_t bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return vget_low_s16(vmovl_s8(vcreate_s8(bytes)));
+inline int16x4_t ExtendFourBytes(const void* from) {
+  return vget_low_s16(vmovl_s8(vreinterpret_s8_u8(LoadFourBytes(from))));
 }
 #endif
 
@@ -90,9 +87,9 @@ inline V LoadFloats(const Float8* from) {
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_set1_ps(256.0f));
 }
 #elif defined(STOF_NEON)
-inline V LoadFloats(const int8_t* from) { return vcvtq_f32_s32(vmovl_s16(LoadFourBytes(from))); }
+inline V LoadFloats(const int8_t* from) { return vcvtq_f32_s32(vmovl_s16(ExtendFourBytes(from))); }
 inline V LoadFloats(const Float8* from) {
-  return vmulq_n_f32(vcvt_f32_f16(Float8ToScaledHalf(LoadFourBytes(from))), 256.0f);
+  return vmulq_n_f32(vcvt_f32_f16(Float8ToScaledHalf(ExtendFourBytes(from))), 256.0f);
 }
 #else
 template <typename Stored>

@@ -35,7 +35,7 @@ class ByteSums {
 };
 
 // Bytes less 128, as signed ones.
-inline int8x16_t LessHalf(uint8x16_t bytes) { return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(0x80))); }
+inline int8x16_t SubtractOffset(uint8x16_t bytes) { return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(0x80))); }
 
 // values[0, count) = x * inverse, rounded to nearest even; returns their sum.
 inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t* values) {
@@ -87,7 +87,7 @@ struct RowVectorNeon {
       even = vreinterpretq_s8_u8(vandq_u8(q, vdupq_n_u8(15)));
       odd = vreinterpretq_s8_u8(vshrq_n_u8(q, 4));
     } else {
-      even = odd = LessHalf(q);
+      even = odd = SubtractOffset(q);
     }
   }
   // Lane i: the sum of the products of byte 4i to 4i + 3.

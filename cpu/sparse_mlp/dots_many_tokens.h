@@ -16,7 +16,7 @@ namespace {
 constexpr int kDotPanels = Simd::kDotPanels;
 constexpr int kPanelVectors = kPanelTokens / kWidth;
 static_assert(kPanelTokens % kWidth == 0, "a panel is whole vectors");
-constexpr int64_t kPanelRows = 12;                             // whose slabs are read at a time
+constexpr int64_t kSlabRows = 12;                              // whose slabs are read at a time
 constexpr int64_t kPanelDepth = 256 / ((kDotPanels + 1) / 2);  // panels of a tile stay in the L1 cache
 constexpr int64_t kPrefetchDepth = 16;  // values of a row between two prefetches: a cache line of fp32
 constexpr int64_t kPairRows = 24;
@@ -28,9 +28,7 @@ static_assert(kMlpNeurons % kPairRows == 0, "the rows of a task are whole groups
 
 // Rows of a tile. Its rows * panels * kPanelVectors accumulators fit the registers: AVX-512 12 * 2 or 6 * 4, AVX2 6 *
 // 2, NEON 6 * 4, portable 2 * 4.
-constexpr int RowsOfTile(int panels) {
-  return kDotPanels > 1 && panels <= 2 ? 12 : kPanelVectors > 2 && Simd::kVectors < 4 ? 2 : 6;
-}
+constexpr int RowsOfTile(int panels) { return kDotPanels > 1 && panels <= 2 ? 12 : Simd::kPanelRows; }
 
 // sums[i * kMlpTokens + t] += w[i] · token t. Meanwhile next[i] is prefetched, next_step bytes for kPrefetchDepth
 // values.
@@ -82,7 +80,7 @@ void PanelTile(const float* const* w, const float* x, int64_t panel_stride, int6
   }
 }
 
-// Multiplies kPanelRows rows by `panels` panels, kPanels of them at a time.
+// Multiplies kSlabRows rows by `panels` panels, kPanels of them at a time.
 template <int kPanels = kDotPanels>
 void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t panel_stride, int64_t depth,
                 const char* const* next, int64_t next_step, float* sums) {
@@ -91,7 +89,7 @@ void PanelTiles(int64_t panels, const float* const* w, const float* x, int64_t p
       return PanelTiles<kPanels - 1>(panels, w, x, panel_stride, depth, next, next_step, sums);
     }
   }
-  for (int64_t i = 0; i < kPanelRows; i += RowsOfTile(kPanels)) {
+  for (int64_t i = 0; i < kSlabRows; i += RowsOfTile(kPanels)) {
     PanelTile<kPanels>(w + i, x, panel_stride, depth, next + i, next_step, sums + i * kMlpTokens);
   }
   if (panels > kPanels) {
@@ -126,7 +124,7 @@ inline const float* RowSlab(const DotProblem& problem, int64_t i, int64_t k0, in
   return buffer;
 }
 
-// Dense: rows [first, last), at most kPanelRows of them, and all tokens.
+// Dense: rows [first, last), at most kSlabRows of them, and all tokens.
 class PanelGroup {
  public:
   PanelGroup(const DotProblem& problem, int64_t first, int64_t last)
@@ -134,23 +132,23 @@ class PanelGroup {
 
   void Run(float* out, int64_t row_stride, int64_t token_stride) {
     const int64_t size = p_.rows.size, panels = (p_.tokens + kPanelTokens - 1) / kPanelTokens;
-    Fill(sums_, sums_ + kPanelRows * kMlpTokens, 0.0f);
-    const float* w[kPanelRows];
+    Fill(sums_, sums_ + kSlabRows * kMlpTokens, 0.0f);
+    const float* w[kSlabRows];
     for (int64_t k0 = 0; k0 < size; k0 += kDotDepth) {
       const int64_t depth = Min(kDotDepth, size - k0);
-      for (int64_t i = 0; i < kPanelRows; ++i) {  // rows that are missing repeat the last one
+      for (int64_t i = 0; i < kSlabRows; ++i) {  // rows that are missing repeat the last one
         w[i] = i < count_ ? RowSlab(p_, first_ + i, k0, depth, slab_ + i * kSlabStride) : w[i - 1];
       }
-      const char* next[kPanelRows];  // the slab that is read after this one
+      const char* next[kSlabRows];  // the slab that is read after this one
       const bool is_last = k0 + depth == size;
-      for (int64_t i = 0; i < kPanelRows; ++i) {
+      for (int64_t i = 0; i < kSlabRows; ++i) {
         const int64_t row = Min(is_last ? first_ + count_ + i : first_ + Min(i, count_ - 1), p_.count - 1);
         next[i] = p_.rows.data + NeuronOf(p_, row) * p_.rows.stride + BytesOf(p_.rows, is_last ? 0 : k0 + depth);
       }
       for (int64_t k = 0; k < depth; k += kPanelDepth) {
-        const float* some[kPanelRows];
-        const char* some_next[kPanelRows];
-        for (int64_t i = 0; i < kPanelRows; ++i) some[i] = w[i] + k, some_next[i] = next[i] + BytesOf(p_.rows, k);
+        const float* some[kSlabRows];
+        const char* some_next[kSlabRows];
+        for (int64_t i = 0; i < kSlabRows; ++i) some[i] = w[i] + k, some_next[i] = next[i] + BytesOf(p_.rows, k);
         PanelTiles(panels, some, p_.x_panels + (k0 + k) * kPanelTokens, size * kPanelTokens,
                    Min(kPanelDepth, depth - k), some_next, BytesOf(p_.rows, kPrefetchDepth), sums_);
       }
@@ -163,8 +161,8 @@ class PanelGroup {
  private:
   const DotProblem& p_;
   const int64_t first_, count_;
-  alignas(64) float sums_[kPanelRows * kMlpTokens];
-  alignas(64) float slab_[kPanelRows * kSlabStride];
+  alignas(64) float sums_[kSlabRows * kMlpTokens];
+  alignas(64) float slab_[kSlabRows * kSlabStride];
 };
 
 // Sparse: rows [first, last), at most kPairRows of them, and the tokens that need each. A piece of a row stays in
@@ -250,15 +248,15 @@ inline bool IsDenseGroup(const DotProblem& problem, int64_t first, int64_t last)
 inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
                      int64_t token_stride) {
   if (problem.x_panels == nullptr) return DotRowGroups(problem, first, last, out, row_stride, token_stride);
-  static_assert(kPairRows % kPanelRows == 0, "rows of pairs are rows of panels");
+  static_assert(kPairRows % kSlabRows == 0, "rows of pairs are rows of panels");
   for (int64_t i = first; i < last; i += kPairRows) {
     const int64_t end = Min(last, i + kPairRows);
     if (!IsDenseGroup(problem, i, end)) {
       PairGroup(problem, i, end).Run(out + (i - first) * row_stride, row_stride, token_stride);
       continue;
     }
-    for (int64_t j = i; j < end; j += kPanelRows) {
-      PanelGroup group(problem, j, Min(end, j + kPanelRows));
+    for (int64_t j = i; j < end; j += kSlabRows) {
+      PanelGroup group(problem, j, Min(end, j + kSlabRows));
       group.Run(out + (j - first) * row_stride, row_stride, token_stride);
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of quantized down rows and hidden values in int8, by vectors of NEON: the values of four rows of a column
-// lie side by side, and ByteSums adds their products in 32 bits.
+// are interleaved, and ByteSums adds their products in 32 bits.
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_INT8_NEON_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_INT8_NEON_H_
 
@@ -15,7 +15,7 @@ constexpr int kBlockVectors = 8;       // of four columns each
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int kTokensTogether = 2;  // 16 sums of 4 columns
 #else
-constexpr int kTokensTogether = 1;  // 16, since those of ByteSums are halves
+constexpr int kTokensTogether = 1;  // also 16 accumulators: without sdot ByteSums has two
 #endif
 constexpr int64_t kQuadBytes = kBlockColumns * 4;  // of four rows in a block of a copy
 static_assert(kInt8Step % kBlockColumns == 0, "a step is whole blocks");
@@ -57,8 +57,8 @@ inline void LoadBlock(const uint8_t* const* rows, int64_t at, int8x16_t* to) {
       first[i] = vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15)));
       second[i] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
     } else {
-      first[i] = LessHalf(bytes);
-      second[i] = LessHalf(vld1q_u8(rows[i] + at + 16));
+      first[i] = SubtractOffset(bytes);
+      second[i] = SubtractOffset(vld1q_u8(rows[i] + at + 16));
     }
   }
   Interleave(first, to);

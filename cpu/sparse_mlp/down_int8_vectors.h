@@ -16,7 +16,7 @@ constexpr int64_t kInt8SumBytes = 256 << 10;  // of fp32 sums between two groups
 constexpr int64_t kPackedBytes = 16 << 10;    // of rows that tokens share: half of a L1 cache
 constexpr int64_t kLeastShared = 3;           // tokens from which on rows are copied for them
 #if defined(__AVX512VNNI__) || defined(STOF_NEON)
-constexpr int64_t kRowsTogether = 4;  // rows whose values of a column lie side by side
+constexpr int64_t kRowsTogether = 4;  // rows whose values of a column are interleaved
 #else
 constexpr int64_t kRowsTogether = 2;
 #endif

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of quantized down rows and hidden values in int8, by vectors of AVX-512 VNNI: `vpdpbusd` adds the products
-// of four rows' values of a column, which lie side by side, in 32 bits.
+// of four rows' values of a column, which are interleaved, in 32 bits.
 #ifndef STOF_CPU_SPARSE_MLP_DOWN_INT8_VNNI_H_
 #define STOF_CPU_SPARSE_MLP_DOWN_INT8_VNNI_H_
 

@@ -4,7 +4,6 @@
 #define STOF_CPU_SPARSE_MLP_ELEMENTS_H_
 
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/simd/algorithms.h"
 #include "cpu/simd/convert.h"
@@ -92,9 +91,7 @@ inline V FromBytes(const uint8_t* p) {
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #elif defined(STOF_NEON)
-  uint32_t bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes)))));
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(LoadFourBytes(p)))));
 #else
   float x[kWidth];
   for (int i = 0; i < kWidth; ++i) x[i] = p[i];

@@ -34,6 +34,27 @@ TEST(CpuIsasByName) {
   CountCases(std::size(isas));
 }
 
+TEST(ASetOfAnotherArchitectureLimitsNothing) {
+  const CpuIsa best = BestCpuIsaAtMost("");
+  CHECK(IsCpuIsaSupported(best) && BestCpuIsaAtMost("portable") == CpuIsa::kPortable);
+  CHECK(BestCpuIsaAtMost(CpuIsaName(best)) == best && BestCpuIsaAtMost("none") == best);
+  const char* const x86[] = {"avx2", "avx512", "avx512_vnni"};
+  const char* const arm[] = {"neon", "neon_dotprod"};
+#if defined(__x86_64__)
+  for (const char* name : arm) CHECK(BestCpuIsaAtMost(name) == best, name);
+  const char* const least = x86[0];
+#elif defined(__aarch64__)
+  for (const char* name : x86) CHECK(BestCpuIsaAtMost(name) == best, name);
+  const char* const least = arm[0];
+#else
+  const char* const least = "portable";
+#endif
+  CpuIsa limit = CpuIsa::kPortable;
+  CHECK(FindCpuIsa(least, &limit));
+  CHECK(BestCpuIsaAtMost(least) == (IsCpuIsaSupported(limit) ? limit : CpuIsa::kPortable));
+  CountCases(std::size(x86) + std::size(arm));
+}
+
 #if defined(__x86_64__)
 TEST(X86FeaturesAsTheCompilerKnowsThem) {
 #define STOF_SAME(name) CHECK(cpu::HasX86Feature(name) == (__builtin_cpu_supports(name) != 0), name)

@@ -42,6 +42,29 @@ def test_the_loop_without_a_loop_inside_is_found() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "operands", "loaded"),
+    [
+        ("ldr", "q2, [x1]", 1),
+        ("ldr", "s2, [x1], #4", 1),
+        ("ldp", "q0, q1, [x0]", 2),
+        ("ldp", "d8, d9, [sp, #16]", 2),
+        ("ldr", "x2, [x1, #8]", 0),
+        ("ldp", "x29, x30, [sp], #16", 0),
+        ("ldrb", "w3, [x2]", 0),
+        ("ld1r", "{v4.4s}, [x1]", 1),
+        ("ld1", "{v6.s}[1], [x1]", 1),
+        ("ld2", "{v0.8b, v1.8b}, [x1]", 2),
+        ("ld1", "{v30.16b-v1.16b}, [x1]", 4),
+        ("ld1", "{v4.4s - v6.4s}, [x0], x2", 3),
+        ("str", "q2, [x1]", 0),
+    ],
+)
+def test_registers_that_a_load_fills(name: str, operands: str, loaded: int) -> None:
+    ((_, (instruction,)),) = read_functions(f"0 <F()>:\n   4:\t{name}\t{operands}\n")
+    assert instruction.vectors_loaded == loaded
+
+
+@pytest.mark.parametrize(
     ("core", "share"),
     [
         (Core("bound by vectors", 1, 9, 4), 2 / 3),

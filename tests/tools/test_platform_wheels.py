@@ -28,9 +28,11 @@ from stof import library_path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tools/platform_wheels"
 sys.path.insert(0, str(FOLDER))
-binary, contents, macho_signature = map(import_module, ("binary", "contents", "macho_signature"))
+binary, contents, macho_signature, platforms = map(
+    import_module, ("binary", "contents", "macho_signature", "platforms")
+)
 
-LINUX, _, MACOS, WINDOWS = contents.PLATFORMS
+LINUX, _, MACOS, WINDOWS = platforms.PLATFORMS
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -84,14 +86,17 @@ def test_a_library_without_faults(platform: Any, file: str) -> None:
 
 
 def test_names_of_toolchains_and_tags() -> None:
-    """Each platform of wheels.sh has a toolchain, and a tag that contents.py knows."""
-    script = (ROOT / "tools/wheels.sh").read_text()
-    tags = dict(re.findall(r"\[([\w-]+)\]=(\w+)", script))
-    assert tags == {platform.binary: platform.tag for platform in contents.PLATFORMS}
+    """Each platform has a toolchain, and scripts read the tags from the list, by a Python without packages."""
+    command = [sys.executable, "-S", FOLDER / "platforms.py"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    tags = dict(line.split() for line in printed.splitlines())
+    assert tags == {platform.binary: platform.tag for platform in platforms.PLATFORMS}
     files = {path.stem for path in (ROOT / "cmake/toolchains").glob("*.cmake")}
     assert files == {*tags, "zig"}
-    release = (ROOT / "tools/release_check.sh").read_text()
-    assert dict(re.findall(r"([a-z]+-\w+):(\w+)", release)) == tags
+    for script in ("wheels.sh", "release_check.sh"):
+        text = (ROOT / "tools" / script).read_text()
+        assert "tools/platform_wheels/platforms.py" in text
+        assert not any(tag in text for tag in tags.values())
 
 
 @pytest.fixture
@@ -131,12 +136,33 @@ def make_wheel(tmp_path: Path) -> Callable[..., Path]:
         ({"INFO/METADATA": b"Version: 9.9.9\n"}, "the version is 9.9.9, pyproject.toml has"),
         ({"stof/lib/libother.so": b""}, "stof/lib/libother.so does not belong there"),
         ({"stof/lib/libstof_ort.so": b"text"}, "begins with 74657874, expected an ELF, PE or"),
+        ({"stof/lib/libstof_ort.so": b'"build_id": "0123456789abcdef"'}, "was not built from this checkout"),
+        ({"stof/old.py": b""}, "Python files are not those of this checkout, for instance stof/"),
         ({"stof/lib/libstof_ort.so": str(ROOT).encode()}, "names the folder that it was built in"),
     ],
 )
 def test_faults_of_a_wheel(changes: dict[str, bytes | None], words: str, make_wheel: Callable[..., Path]) -> None:
     found = list(contents.wheel_faults(make_wheel(changes)))
     assert any(re.search(words, fault) for fault in found), found
+
+
+def test_the_build_id_is_that_of_the_build(tmp_path: Path, make_wheel: Callable[..., Path]) -> None:
+    """CMake's script writes the same for the sources that CMakeLists.txt hashes, and a library that states it is right."""
+    endings = {"cpu": (".h", ".cc"), "cuda": (".h", ".cuh", ".cu", ".cc"), "plugins": (".h", ".cc")}
+    paths = (p for folder, some in endings.items() for p in (ROOT / folder).rglob("*") if p.suffix in some)
+    names = ";".join(sorted(path.relative_to(ROOT).as_posix() for path in paths))
+    header = tmp_path / "id.h"
+    script = ROOT / "cmake/build_id.cmake"
+    subprocess.run(["cmake", f"-DROOT={ROOT}", f"-DSOURCES={names}", f"-DOUTPUT={header}", "-P", script], check=True)
+    assert header.read_text() == f'#define STOF_BUILD_ID "{contents.build_id()}"\n'
+    path = make_wheel({"stof/lib/libstof_ort.so": f'"build_id": "{contents.build_id()}"'.encode()})
+    assert not any("libstof_ort.so was not built" in fault for fault in contents.wheel_faults(path))
+
+
+def test_a_package_of_this_checkout(make_wheel: Callable[..., Path]) -> None:
+    package = ROOT / "optimizer"
+    files = {p.relative_to(package).as_posix(): p.read_bytes() for p in (package / "stof").rglob("*.py")}
+    assert not any("Python files" in fault for fault in contents.wheel_faults(make_wheel(files)))
 
 
 def test_a_wheel_of_another_tag(make_wheel: Callable[..., Path]) -> None:
@@ -154,6 +180,14 @@ def test_the_table_says_how_each_wheel_ran(make_wheel: Callable[..., Path]) -> N
     assert done.returncode == 1
     head, *rest = done.stdout.splitlines()
     assert head.split() == [path.name, "0.0", "MiB", str(len(rest)), "faults", "built,", "not", "run"]
+
+
+def test_an_unknown_tag_is_a_fault(make_wheel: Callable[..., Path]) -> None:
+    """What auditwheel names a wheel of `make wheel`."""
+    path = make_wheel({}, "manylinux_2_36_x86_64")
+    done = subprocess.run([sys.executable, FOLDER / "contents.py", path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"{path.name} has the platform tag manylinux_2_36_x86_64, expected one of" in done.stdout
 
 
 def signed(page: int = 12) -> tuple[bytearray, int]:

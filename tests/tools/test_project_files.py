@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -44,6 +45,21 @@ def test_workflows_call_targets_that_exist(name: str, targets: list[str]) -> Non
         (script,) = re.findall(r"tools/\w+\.sh", recipe[1])
         assert (ROOT / script).is_file()
         subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_a_tag_has_to_be_the_version() -> None:
+    """Before anything is built, and in runs for tags alone."""
+    (at,) = [i for i, step in enumerate(steps("wheels.yml")) if "release_facts.py" in step.get("run", "")]
+    builds = [i for i, step in enumerate(steps("wheels.yml")) if step.get("run", "").startswith("make ")]
+    assert at < min(builds)
+    step = steps("wheels.yml")[at]
+    assert step["if"] == "startsWith(github.ref, 'refs/tags/')"
+    version = tomllib.loads(PYPROJECT)["project"]["version"]
+    for tag, code in ((f"v{version}", 0), (version, 1), ("v9.9.9", 1)):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        assert subprocess.run(["bash", "-c", step["run"]], cwd=ROOT, env=environment, check=False).returncode == code, (
+            tag
+        )
 
 
 def test_workflows_name_versions_of_actions_and_rights() -> None:

@@ -2,23 +2,25 @@
 """Checks what is in wheels, and prints a table: ``contents.py WHEEL[=HOW IT RAN]..``. Ends with 1 where one has a fault.
 
 The tag of a wheel has to be what its libraries really are: format, processor, and the oldest system that they run on. They
-export what c_api.h declares and nothing else, and need no library that a user's machine may lack.
+export what c_api.h declares and nothing else, and need no library that a user's machine may lack. Libraries and Python files are
+those of this checkout: a wheel that was built before the last change is a fault.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from email import message_from_bytes
 from fnmatch import fnmatch
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from binary import Binary, read_binary
+from platforms import Platform, platform_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MIB = 12
@@ -29,35 +31,34 @@ STRAY = tuple(
 TRT_EXPORTS = frozenset({"getCreators", "setLoggerFinder"})
 
 
-@dataclass(frozen=True)
-class Platform:
-    """What wheels for one platform look like. Patterns are those of fnmatch."""
-
-    tag: str
-    binary: str  # Binary.platform
-    libraries: tuple[str, ...]  # patterns, each of which one file or more match
-    needed: tuple[str, ...]  # patterns of libraries that every machine of the tag has
-    least_system: tuple[int, ...]  # the newest glibc or macOS that may be asked for
-
-    def expected_name(self, file: str) -> str:
-        """The name that a library gives itself."""
-        return f"@rpath/{file}" if self.binary.startswith("macos") else file
-
-
-_LINUX = ("libstof_ort.so", "libstof_trt.so", "libstof_trt_autoreg[0-9]*.so")
-_GLIBC = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-*.so.*")
-PLATFORMS = (
-    Platform("manylinux_2_28_x86_64", "linux-x86_64", _LINUX, _GLIBC, (2, 28)),
-    Platform("manylinux_2_28_aarch64", "linux-aarch64", _LINUX, _GLIBC, (2, 28)),
-    Platform("macosx_11_0_arm64", "macos-arm64", ("libstof_ort.dylib",), ("/usr/lib/libSystem.B.dylib",), (11, 0)),
-    Platform("win_amd64", "windows-x86_64", ("stof_ort.dll",), ("kernel32.dll", "ntdll.dll", "api-ms-win-crt-*.dll"), ()),
-)  # fmt: skip
-
-
 def declared_exports() -> frozenset[str]:
     """The functions of c_api.h, and the one that ONNX Runtime looks for."""
     header = (ROOT / "plugins/core/c_api/c_api.h").read_text()
     return frozenset(re.findall(r"^STOF_EXPORT [^;(]*?(stof_\w+)\(", header, re.MULTILINE)) | {"RegisterCustomOps"}
+
+
+def build_id() -> str:
+    """The build id of a library that is built from this checkout, as cmake/build_id.cmake computes it."""
+    found = re.search(
+        r"GLOB_RECURSE STOF_HASHED .*\$\{PROJECT_SOURCE_DIR\} (.*)\)", (ROOT / "CMakeLists.txt").read_text()
+    )
+    if found is None:
+        raise ValueError("CMakeLists.txt sets no STOF_HASHED, which names the sources of the build id")
+    paths = {
+        path for folder, ending in (p.split("/") for p in found[1].split()) for path in (ROOT / folder).rglob(ending)
+    }
+    names = sorted(path.relative_to(ROOT).as_posix() for path in paths)
+    lines = (f"{name} {hashlib.sha256((ROOT / name).read_bytes()).hexdigest()}\n" for name in names)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def python_faults(archive: zipfile.ZipFile) -> Iterator[str]:
+    """Python files of a wheel that are not those of this checkout."""
+    packed = {name: archive.read(name) for name in archive.namelist() if fnmatch(name, "stof/*.py")}
+    package = ROOT / "optimizer"
+    own = {path.relative_to(package).as_posix(): path.read_bytes() for path in (package / "stof").rglob("*.py")}
+    if other := sorted(name for name in packed.keys() | own.keys() if packed.get(name) != own.get(name)):
+        yield f"{len(other)} Python files are not those of this checkout, for instance {other[0]}: build the wheel again"
 
 
 def library_faults(file: str, binary: Binary, platform: Platform) -> Iterator[str]:
@@ -111,6 +112,7 @@ def wheel_faults(path: Path) -> Iterator[str]:
         metadata = message_from_bytes(archive.read(inner.replace("/WHEEL", "/METADATA")))
         if metadata["Version"] != version:
             yield f"the version is {metadata['Version']}, pyproject.toml has {version}"
+        yield from python_faults(archive)
         files = [n.rpartition("/")[2] for n in names if n.startswith("stof/lib/") and not n.endswith("left_out.json")]
         for pattern in platform.libraries:
             if not any(fnmatch(file, pattern) for file in files):
@@ -122,6 +124,8 @@ def wheel_faults(path: Path) -> Iterator[str]:
             data = archive.read(f"stof/lib/{file}")
             if str(ROOT).encode() in data:
                 yield f"{file} names the folder that it was built in"
+            if "autoreg" not in file and f'"build_id": "{build_id()}"'.encode() not in data:
+                yield f"{file} was not built from this checkout, whose build id is {build_id()}: build the wheel again"
             try:
                 binary = read_binary(data)
             except ValueError as error:
@@ -130,26 +134,16 @@ def wheel_faults(path: Path) -> Iterator[str]:
                 yield from library_faults(file, binary, platform)
 
 
-def platform_of(path: Path) -> Platform:
-    """The platform that the name of a wheel states.
-
-    Raises:
-        ValueError: the name states none of those that stof has wheels for.
-    """
-    tag = path.stem.split("-")[-1]
-    for platform in PLATFORMS:
-        if platform.tag == tag:
-            return platform
-    raise ValueError(f"{path.name} has the platform tag {tag}, expected one of {[p.tag for p in PLATFORMS]}")
-
-
 def main() -> int:
     """Prints a row for each wheel, then its faults."""
     faulty = 0
     for argument in sys.argv[1:]:
         name, _, ran = argument.partition("=")
         path = Path(name)
-        faults = list(wheel_faults(path))
+        try:
+            faults = list(wheel_faults(path))
+        except ValueError as error:
+            faults = [str(error)]
         faulty += bool(faults)
         state = f"{len(faults)} faults" if faults else "contents right"
         print(f"{path.name:54} {path.stat().st_size / 2**20:5.1f} MiB  {state:14}  {ran}")

@@ -1,18 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Usage: make_aarch64_python.sh FOLDER PYTHON
+# Usage: make_aarch64_python.sh FOLDER
 # Makes a Python for 64-bit Arm that QEMU runs: FOLDER/root has Debian's packages, unpacked and not installed, and FOLDER/env
 # the environment, whose bin/python starts the emulator. Child processes that Python starts by sys.executable run likewise.
-# PYTHON is one of this machine, of any version, whose pip downloads packages. Uses the Debian release of this machine.
+# Uses the Debian release of this machine.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
-python=$2
 for tool in qemu-aarch64-static apt-get dpkg-deb; do
   command -v "$tool" >/dev/null || { echo "make_aarch64_python.sh: no $tool; apt-get install qemu-user-static on Debian" >&2; exit 1; }
 done
 root=$folder/root env=$folder/env
-here=$(cd "$(dirname "$0")" && pwd)
 
 if [ ! -e "$folder/root.done" ]; then
   # Private lists and cache: the machine's own package tool does not learn of another architecture.

@@ -9,6 +9,7 @@
 #include <iterator>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 // ONNX Runtime's header takes this annotation for one that every compiler of Windows has.
@@ -191,7 +192,11 @@ void CallCApi(void* library) {
 int main(int count, char** arguments) {
   if (count < 4) Fail("usage: run_on_windows.exe ONNXRUNTIME_DLL STOF_ORT_DLL CASE..");
   void* runtime = Load(arguments[1]);
-  CallCApi(Load(arguments[2]));
+  void* library = Load(arguments[2]);
+  CallCApi(library);
+  // A thread that ends destroys its own workers, under a lock of the system that a worker needs to end.
+  std::thread([library] { CallCApi(library); }).join();
+  std::printf("C ABI: a thread with workers of its own ended\n");
   const OrtApiBase* base = Find<const OrtApiBase* (*)()>(runtime, "OrtGetApiBase")();
   ort = base->GetApi(18);
   if (ort == nullptr) Fail("the runtime is older than 1.18");

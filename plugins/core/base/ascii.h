@@ -11,7 +11,8 @@
 namespace stof {
 
 constexpr bool IsLetter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
-constexpr bool IsLetterOrDigit(char c) { return IsLetter(c) || (c >= '0' && c <= '9'); }
+constexpr bool IsDigit(char c) { return c >= '0' && c <= '9'; }
+constexpr bool IsLetterOrDigit(char c) { return IsLetter(c) || IsDigit(c); }
 constexpr bool IsBlank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
 // What stands between blanks.

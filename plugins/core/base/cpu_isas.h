@@ -4,10 +4,11 @@
 #ifndef STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
 #define STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_
 
-// What the processor must have. cpu/isa.cc defines STOF_HAS for x86-64 and STOF_HAS_ARM for AArch64.
-#define STOF_HAS_AVX2 STOF_HAS("avx2") && STOF_HAS("fma") && STOF_HAS("f16c")
-#define STOF_HAS_AVX512 STOF_HAS("avx512f") && STOF_HAS("avx512bw") && STOF_HAS("avx512dq") && STOF_HAS("avx512vl")
-#define STOF_HAS_AVX512_VNNI STOF_HAS("avx512vnni") && STOF_HAS_AVX512
+// What the processor must have. cpu/isa.cc defines STOF_HAS_X86 for x86-64 and STOF_HAS_ARM for AArch64.
+#define STOF_HAS_AVX2 STOF_HAS_X86("avx2") && STOF_HAS_X86("fma") && STOF_HAS_X86("f16c")
+#define STOF_HAS_AVX512 \
+  STOF_HAS_X86("avx512f") && STOF_HAS_X86("avx512bw") && STOF_HAS_X86("avx512dq") && STOF_HAS_X86("avx512vl")
+#define STOF_HAS_AVX512_VNNI STOF_HAS_X86("avx512vnni") && STOF_HAS_AVX512
 #define STOF_HAS_NEON STOF_HAS_ARM("neon")
 #define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM("dotprod")
 

@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 
+#include "plugins/core/base/ascii.h"
 #include "plugins/core/chain/chain.h"
 #include "plugins/core/host/quoted.h"
 
@@ -51,10 +52,8 @@ constexpr Function kFunctions[] = {
     {"min_of", ChainOp::kMinOf},
 };
 
-// No locale, unlike the functions of <cctype>.
-bool IsDigit(char c) { return c >= '0' && c <= '9'; }
-bool IsLetter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
-bool IsBlank(char c) { return c == ' ' || c == '\t' || c == '\r'; }
+bool IsNameStart(char c) { return IsLetter(c) || c == '_'; }
+bool IsBlankInLine(char c) { return c == ' ' || c == '\t' || c == '\r'; }
 
 // x or y and digits.
 bool IsTensorName(std::string_view word) {
@@ -100,7 +99,7 @@ class Parser {
  private:
   // ---- characters and words ----
   void Skip() {
-    while (at_ < text_.size() && IsBlank(text_[at_])) ++at_;
+    while (at_ < text_.size() && IsBlankInLine(text_[at_])) ++at_;
   }
   bool AtEndOfLine() {
     Skip();
@@ -113,7 +112,7 @@ class Parser {
   std::string_view Next() {
     if (AtEndOfLine()) return {};
     size_t end = at_;
-    while (end < text_.size() && (IsLetter(text_[end]) || IsDigit(text_[end]))) ++end;
+    while (end < text_.size() && (IsNameStart(text_[end]) || IsDigit(text_[end]))) ++end;
     return text_.substr(at_, std::max<size_t>(1, end - at_));
   }
   int FailExpected(const std::string& what) {
@@ -135,7 +134,7 @@ class Parser {
   }
   bool Want(char c) { return Take(c) || FailExpected(std::string("'") + c + "'") == 0; }
   std::string_view Word() {
-    if (AtEndOfLine() || !IsLetter(text_[at_])) return {};
+    if (AtEndOfLine() || !IsNameStart(text_[at_])) return {};
     const std::string_view word = Next();
     at_ += word.size();
     return word;
@@ -440,7 +439,7 @@ class Parser {
     auto result = std::from_chars(digits, end, value, format);
     // Of a double, and so not "-0x1p3" or "0x-1", which from_chars alone would take.
     const bool bad = result.ec != std::errc() || digits == end || *digits == '-' || *digits == '+';
-    if (bad || (result.ptr < end && (IsLetter(*result.ptr) || IsDigit(*result.ptr) || *result.ptr == '.'))) {
+    if (bad || (result.ptr < end && (IsNameStart(*result.ptr) || IsDigit(*result.ptr) || *result.ptr == '.'))) {
       return FailExpected("a floating-point number");
     }
     if (std::from_chars(digits, end, single, format).ec != std::errc()) {

@@ -25,7 +25,9 @@ constexpr VariableDescription kTable[] = {
                         "the TensorRT plugin library, instead of the package's or the one beside it")
         .Path()
         .ReadBy("`libstof_trt_autoreg*.so`"),
-    VariableDescription(Variable::kCpuIsa, "STOF_CPU_ISA", "at most this instruction set").Words(kCpuIsas),
+    VariableDescription(Variable::kCpuIsa, "STOF_CPU_ISA",
+                        "at most this instruction set; one of another architecture limits nothing")
+        .Words(kCpuIsas),
     VariableDescription(Variable::kMlpHotMb, "STOF_MLP_HOT_MB",
                         "MiB of sparse MLPs' weights that a process reads when sessions are made "
                         "([memory](sparse-mlp.md#memory))")

@@ -18,5 +18,10 @@ const char* GetTrustedVariable(const char* name) noexcept;
 // Says that pages of 2 MiB pay for this memory. A hint: nothing depends on it.
 void AdviseHugePages(void* memory, size_t bytes) noexcept;
 
+#if defined(_WIN32)
+// Keeps the code of this library in memory until the process ends, for threads that nobody waits for.
+void KeepLibraryLoaded() noexcept;
+#endif
+
 }  // namespace stof
 #endif  // STOF_PLUGINS_CORE_HOST_PLATFORM_H_

@@ -4,13 +4,30 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "plugins/core/host/platform.h"
 
 namespace stof {
+namespace {
 
-ThreadPool::ThreadPool(int threads) : threads_(std::max(1, threads)), team_(std::make_unique<Team>()) {
+// A pool may be a thread's own, and be destroyed as the thread ends. Windows holds the loader lock then, and a worker
+// needs it to end: who waits for workers there waits forever. So they own the team, too, and the library stays loaded.
+#if defined(_WIN32)
+constexpr bool kWaitsForWorkers = false;
+#else
+constexpr bool kWaitsForWorkers = true;
+void KeepLibraryLoaded() {}
+#endif
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads) : threads_(std::max(1, threads)), team_(std::make_shared<Team>()) {
   Team* const team = team_.get();
+  const std::shared_ptr<Team> shared = kWaitsForWorkers ? nullptr : team_;
+  if (!kWaitsForWorkers && threads > 1) KeepLibraryLoaded();
   try {
-    for (int i = 1; i < threads; ++i) team->workers.emplace_back([team] { team->Work(); });
+    for (int i = 1; i < threads; ++i) team->workers.emplace_back([team, shared] { team->Work(); });
   } catch (const std::exception&) {
     const size_t started = team->workers.size();
     team->Stop();  // a thread that is destroyed while it runs ends the process
@@ -21,7 +38,7 @@ ThreadPool::ThreadPool(int threads) : threads_(std::max(1, threads)), team_(std:
 
 ThreadPool::~ThreadPool() {
   if (IsOfAnotherProcess()) {
-    (void)team_.release();
+    (void)new std::shared_ptr<Team>(std::move(team_));  // never destroyed
   } else {
     team_->Stop();
   }
@@ -33,7 +50,13 @@ void ThreadPool::Team::Stop() {
     stop = true;
   }
   wake.notify_all();
-  for (std::thread& worker : workers) worker.join();
+  for (std::thread& worker : workers) {
+    if (kWaitsForWorkers) {
+      worker.join();
+    } else {
+      worker.detach();
+    }
+  }
 }
 
 // Takes indices until none is left. Kernels hand out one index for each slot, so the lock is taken a few times a run.

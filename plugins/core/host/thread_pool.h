@@ -17,7 +17,8 @@
 namespace stof {
 
 // A fixed team of threads - 1 workers and the caller. One Run at a time. A child of fork() has none of the workers:
-// there the caller does all of the work, and the destructor waits for nobody.
+// there the caller does all of the work, and the destructor waits for nobody. Nor does it on Windows, where workers end
+// by themselves.
 class ThreadPool {
  public:
   // Throws where the system gives no more threads.
@@ -52,7 +53,7 @@ class ThreadPool {
 
   const uint64_t generation_ = ForkGeneration();
   const int threads_;
-  std::unique_ptr<Team> team_;
+  std::shared_ptr<Team> team_;
 };
 
 }  // namespace stof

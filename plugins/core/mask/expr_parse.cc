@@ -173,7 +173,7 @@ class ExprParser {
     Skip();
     if (at_ >= text_.size()) return Fail("unexpected end");
     const char c = text_[at_];
-    if (c >= '0' && c <= '9') return Number();
+    if (IsDigit(c)) return Number();
     if (Take("(")) {
       const Nested nested(this);
       const int node = nested.ok() ? Or() : -1;
@@ -190,7 +190,7 @@ class ExprParser {
   }
   int Number() {
     int64_t value = 0;
-    while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') {
+    while (at_ < text_.size() && IsDigit(text_[at_])) {
       value = value * 10 + (text_[at_++] - '0');
       if (value > MaskExpr::kMaxConstant) return Fail("a constant beyond 2^53");
     }
