@@ -21,7 +21,7 @@ import numpy as np
 from stof.files import strict_json, temporary_folder
 from stof.system.memory import PeakMemory, resident_bytes
 
-_LOOK = 0.002  # seconds between looks at the memory of a run, where the system keeps no peak that can be reset
+_POLL_SECONDS = 0.002  # between two samples of the memory of a run, where the system keeps no peak that can be reset
 
 
 def peak_memory(
@@ -77,7 +77,7 @@ def _watch(peak: PeakMemory, run: Callable[[], object]) -> int:
 
     def look() -> None:
         nonlocal most
-        while not over.wait(_LOOK):
+        while not over.wait(_POLL_SECONDS):
             most = max(most, peak.peak_bytes())
 
     thread = threading.Thread(target=look, daemon=True)
