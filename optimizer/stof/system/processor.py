@@ -36,24 +36,23 @@ def read_cpuinfo(root: Path = Path("/")) -> dict[str, str]:
 
 def _read_name(root: Path) -> str:
     """The name; empty where the system does not tell it."""
+    name = ""
     if sys.platform == "win32":
         import winreg
 
         with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _WINDOWS_KEY) as key:
-            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+            name = str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
     elif sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
-            return done.stdout.strip()
+            name = done.stdout.strip()
     else:
         fields = read_cpuinfo(root)
-        if fields.get("model name"):
-            return fields["model name"]
         # Linux on AArch64 has numbers in place of a name.
-        numbers = ("CPU implementer", "CPU part", "CPU variant")
-        return ", ".join(f"{key} {fields[key]}" for key in numbers if fields.get(key))
-    return ""
+        numbers = [f"{k} {fields[k]}" for k in ("CPU implementer", "CPU part", "CPU variant") if fields.get(k)]
+        name = fields.get("model name") or ", ".join(numbers)
+    return name
 
 
 def usable_cpus() -> list[int]:

@@ -129,7 +129,7 @@ def with_biases(mask: LiftedMask) -> LiftedMask:
 
 
 def _check(site: AttentionSite, mask: LiftedMask) -> None:
-    """Raises for what the operator has no word for."""
+    """Raises for what the operator cannot express."""
     if site.dtype not in _TYPES:
         name = TensorProto.DataType.Name(site.dtype)
         raise UnsupportedError(f"ONNX Runtime's CPU provider has no Attention of {name}, expected fp32 or fp16")
