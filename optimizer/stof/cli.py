@@ -81,7 +81,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--emit",
         choices=tuple(EMISSIONS),
         default=STOF.name,
-        help="standard: ONNX's own Attention where it gains, for runtimes that load no library (stof)",
+        help="standard: ai.onnx::Attention where it gains, for runtimes that load no library (stof)",
     )
     group.add_argument(
         "--shape", action="append", default=[], metavar="NAME=N[..M]", help="range of a dimension in use"

@@ -57,7 +57,7 @@ def read_feeds(path: str) -> dict[str, np.ndarray]:
 
 
 def measure_run(run: Callable[[], object]) -> dict[str, int]:
-    """Bytes that this process holds, and the peak of one run above them: on macOS and Windows what looks every 2 ms found."""
+    """Bytes that this process holds, and the peak of one run above them: samples every 2 ms on macOS and Windows."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)

@@ -126,7 +126,7 @@ def _target_of(accelerator: AcceleratorSpec) -> Target:
 
 def package_config() -> dict[str, Any]:
     """Olive's package configuration with ``StofOptimize`` among its passes, for ``olive.workflows.run(..., package_config=)``."""
-    config: dict[str, Any] = json.loads(Path(OlivePackageConfig.get_default_config_path()).read_text())
+    config: dict[str, Any] = json.loads(Path(OlivePackageConfig.get_default_config_path()).read_text(encoding="utf-8"))
     config["passes"][StofOptimize.__name__] = {
         "module_path": f"stof.integrations.olive.{StofOptimize.__name__}",
         "supported_providers": ["CPUExecutionProvider", *_TARGETS],
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     try:
-        arguments.file.write_text(json.dumps(package_config(), indent=2) + "\n")
+        arguments.file.write_text(json.dumps(package_config(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         print(f"{arguments.file} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
