@@ -15,7 +15,7 @@ from stof.arguments.emissions import EMISSIONS, STOF
 from stof.arguments.threshold_kinds import KINDS
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
-from stof.files import remove_temporaries
+from stof.files import is_hub_id, remove_temporaries
 from stof.interrupts import end_by_signals, report_interrupt
 from stof.options import CHAINS, STANDARD_OUTPUT, UNPAD, Options
 from stof.progress import step_log
@@ -80,7 +80,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         "--emit",
         choices=tuple(EMISSIONS),
         default=STOF.name,
-        help="standard: ONNX's own Attention where it gains, for runtimes that load no library (stof)",
+        help="standard: ai.onnx::Attention where it gains, for runtimes that load no library (stof)",
     )
 
 
@@ -331,10 +331,9 @@ def _run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         save_plan=arguments.save_plan,
     )
-    from stof.api.checkpoints import is_hub_id
     from stof.pipeline import optimize
 
-    if arguments.model.is_dir() or (arguments.output is not None and is_hub_id(str(arguments.model))):
+    if arguments.model.is_dir() or (arguments.output is not None and is_hub_id(arguments.model)):
         return _run_folder(arguments, options)
 
     with step_log("stof-optimize", quiet=arguments.quiet):

@@ -26,7 +26,7 @@ if sys.platform == "win32":  # where a closed console sends SIGBREAK, as Ctrl-Br
 else:
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS = 1.0  # for the main thread to end by itself
-_LOOK = 0.05  # seconds between looks at the clock while it has not
+_POLL_SECONDS = 0.05  # between two readings of the clock while it has not
 _NEVER = float("inf")
 
 
@@ -87,22 +87,22 @@ class _Watch:
     def resume(self) -> None:
         """What came is dealt with."""
         with self.lock:
-            self._came()
+            self._read_signals()
             self.pending, self.count, self.since = 0, 0, _NEVER
             self.raises = True
 
-    def _came(self) -> list[int]:
+    def _read_signals(self) -> list[int]:
         with contextlib.suppress(BlockingIOError):
             return [n for n in self.signals.recv(64) if n in _SIGNALS]
         return []
 
     def _run(self) -> None:
         while True:
-            ready, _, _ = select.select([self.signals, self.stop], [], [], _LOOK if self.pending else None)
+            ready, _, _ = select.select([self.signals, self.stop], [], [], _POLL_SECONDS if self.pending else None)
             if self.stop in ready:
                 return
             with self.lock:
-                came = self._came()
+                came = self._read_signals()
                 if came and not self.pending:
                     self.pending = came[0]
                     self.since = min(self.since, time.monotonic())

@@ -35,16 +35,14 @@ from stof.recursion import deep_recursion
 from stof.report import Report, describe_registration
 from stof.run_facts.command import command_of
 from stof.run_facts.facts import RunFacts, collect_facts, count_bytes
-from stof.run_time_masks.changed_outputs import (
-    check_calibration,
-    check_plan,
-    declare_sparsity,
+from stof.run_time_masks.apply import (
+    apply_run_time_masks,
     mark_written,
-    measure_loss_on_prompts,
-    put_run_time_masks,
     report_run_time_masks,
     stated_thresholds,
 )
+from stof.run_time_masks.checks import check_calibration, check_plan, declare_sparsity
+from stof.run_time_masks.loss import measure_loss_on_prompts
 from stof.runtime.library import build_info, library_path
 from stof.selection import select
 from stof.sparsify.sparsity import digest_of
@@ -412,7 +410,7 @@ def _verify_and_write(
         return stages
     mark_written(report, stages)
     measure = partial(_measure_seconds, report)
-    final, job = put_run_time_masks(report, job, stages, target.parent, user_inputs, measure)
+    final, job = apply_run_time_masks(report, job, stages, target.parent, user_inputs, measure)
     measure_loss_on_prompts(report, job, stages, final, target, measure)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):

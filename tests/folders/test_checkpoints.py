@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from pathlib import Path
+import os
+import subprocess
+import sys
+from pathlib import Path, PureWindowsPath
 
 import pytest
 from tests.command.test_cli import refused
 
 import stof
 from stof.api import checkpoints
+from stof.files import is_hub_id
 
 FILES = {"config.json": json.dumps({"model_type": "bert"}), "model.safetensors": "", "vocab.txt": "a\n"}
 
@@ -44,7 +48,8 @@ def test_what_is_a_checkpoint(names: list[str], expected: bool) -> None:
 def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    assert checkpoints.is_hub_id("owner/name-v1.5")
+    assert is_hub_id(Path("owner/name-v1.5"))
+    assert is_hub_id(PureWindowsPath("owner/name-v1.5"))  # whose text has a backslash
     for text in (
         "name",
         "models/bert",
@@ -55,7 +60,7 @@ def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "-o/name",
         "",
     ):
-        assert not checkpoints.is_hub_id(text), text
+        assert not is_hub_id(Path(text)), text
 
 
 @pytest.fixture
@@ -86,7 +91,13 @@ def test_without_an_exporter_the_error_says_what_to_install(
     with pytest.raises(stof.ArgumentError, match="pip install optimum-onnx"):
         stof.optimize_folder(folder, dry_run=True)
     refused([folder, "-o", folder / "out"], 1, "lies in the folder that is read", tmp_path, capsys)
-    refused(["owner/bert"], 1, "owner/bert does not exist", tmp_path, capsys)  # nothing is downloaded without -o
+    refused(
+        ["owner/bert"],
+        1,
+        "; if it is a model of the hub, name a new folder: stof-optimize owner/bert -o FOLDER",
+        tmp_path,
+        capsys,
+    )  # nothing is downloaded without -o
 
 
 def test_an_export_that_fails_names_the_error(
@@ -100,6 +111,72 @@ def test_an_export_that_fails_names_the_error(
     folder = write(tmp_path / "bert", FILES)
     message = "optimum-onnx 9.9 cannot export it: ValueError: no such task; export it by optimum-cli export onnx"
     refused([folder, "-o", tmp_path / "out"], 1, message, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("place", ["modules.json", "part/modules.json", "Modules.JSON"])
+def test_code_of_a_checkpoint_never_runs(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sentence-transformers before 6 imports classes of a local folder: no exporter begins."""
+    monkeypatch.setattr(checkpoints, "version", lambda _: "9.9")
+    script = write(tmp_path, {"script.py": "raise ValueError('it began')"}) / "script.py"
+    monkeypatch.setattr(checkpoints, "_SCRIPT", script)
+
+    def refused_for(modules: object, message: str) -> None:
+        folder = write(tmp_path / "texts", {**FILES, place: json.dumps(modules), "evil.py": "class Evil: ..."})
+        refused([folder, "-o", tmp_path / "out"], 1, message, tmp_path, capsys)
+
+    own = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
+    for kind in ("evil.Evil", "sentence_transformers", "sentence_transformers_evil.Evil"):
+        message = f"names the module class {kind!r} of the checkpoint itself, which is not run"
+        refused_for([own, {**own, "type": kind}], message)
+    refused_for([own, {"path": ""}], "has a module without a type")
+    refused_for({"0": own}, "holds no list")
+    refused_for([own], "it began")
+
+
+@pytest.mark.parametrize("kind", ["evil.Evil", "sentence_transformers.models.Pooling"])
+def test_code_of_a_model_on_the_hub_never_runs(kind: str, tmp_path: Path) -> None:
+    """The script asks for the file before Optimum sees the name; modules stand in for the hub's client and Optimum."""
+    listed = write(tmp_path, {"hub.json": json.dumps([{"type": kind}])}) / "hub.json"
+    write(
+        tmp_path / "stand_ins",
+        {
+            "huggingface_hub/__init__.py": f"def hf_hub_download(model, name): return {str(listed)!r}",
+            "huggingface_hub/errors.py": "class EntryNotFoundError(Exception): ...",
+            "optimum/exporters/onnx.py": "main_export = None",
+            "optimum/exporters/tasks.py": """
+class TasksManager:
+    @staticmethod
+    def infer_library_from_model(model):
+        raise ValueError("it began")
+""",
+        },
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", str(checkpoints._SCRIPT), "owner/name", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "stand_ins")},
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode
+    message = "ValueError: owner/name/modules.json names the module class 'evil.Evil' of the checkpoint itself"
+    assert checkpoints._find_reason(done.stderr).startswith(message if kind == "evil.Evil" else "ValueError: it began")
+
+
+def test_what_an_exporter_prints_may_be_any_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter's Python writes UTF-8; its libraries may write anything."""
+    monkeypatch.setattr(checkpoints, "version", lambda _: "9.9")
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    script = "import os\nos.write(2, b'\\xff\\n')\nraise ValueError('Größe')"
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    monkeypatch.setattr(checkpoints, "_SCRIPT", tmp_path / "script.py")
+    folder = write(tmp_path / "bert", FILES)
+    refused([folder, "-o", tmp_path / "out"], 1, "cannot export it: ValueError: Größe", tmp_path, capsys)
 
 
 def test_reasons() -> None:

@@ -80,7 +80,15 @@ def test_settings_reach_the_optimizer(folders: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"options": {"verify_bugdet": 3}}, "verify_bugdet"), ({"unpad": "maybe"}, "'maybe'")],
+    [
+        ({"options": {"verify_bugdet": 3}}, "verify_bugdet"),
+        ({"unpad": "maybe"}, "'maybe'"),
+        ({"options": {"unpad": "on"}}, "'unpad', which is a setting of the pass"),
+        ({"options": {"target": "cuda"}}, "'target', which is a setting of the pass"),
+        ({"options": {"output": "fast.onnx"}}, "'output', which is Olive's"),
+        ({"options": {"dry_run": True}}, "'dry_run', which would write no model"),
+        ({"options": {"explain": "*"}}, "'explain', which would write no model"),
+    ],
 )
 def test_errors_are_those_of_stof(folders: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     spec = AcceleratorSpec("cpu", "CPUExecutionProvider")

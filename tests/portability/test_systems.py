@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import onnx
 import pytest
 from tests.command.test_cli import ATTENTION, WINDOW, text
+
+from stof.system.processor import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATION = Path(__file__).with_name("simulated_system.py")
@@ -192,6 +195,27 @@ def test_the_cache_is_where_the_system_keeps_caches(system: str, end: str, tmp_p
     home = {"HOME": str(tmp_path), "LOCALAPPDATA": str(tmp_path), "STOF_CACHE": ""}
     done = run_python(system, script, tmp_path, **home)
     assert Path(done.stdout.strip()) == tmp_path / end / "tuning.sqlite", done.stderr
+
+
+X86 = "processor\t: 0\nmodel name\t: Some CPU @ 3.00GHz\n\nprocessor\t: 1\nmodel name\t: Another\n"
+AARCH64 = "processor\t: 0\nCPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\nCPU revision\t: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (X86, "Some CPU @ 3.00GHz"),
+        (AARCH64, "CPU implementer 0x41, CPU part 0xd40, CPU variant 0x1"),
+        ("processor\t: 0\n", platform.machine()),
+        (None, platform.machine()),
+    ],
+)
+def test_the_processor_has_a_name(text: str | None, name: str, tmp_path: Path) -> None:
+    """Results of different processors stay apart in the tuning cache, on AArch64 too."""
+    if text is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text(text, encoding="utf-8")
+    assert cpu_name(tmp_path) == name
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -74,6 +74,18 @@ def test_a_wait_has_an_end_and_is_watched(ends: tuple[PipeChannel, PipeChannel])
         first.receive(None, refuse)
 
 
+def test_a_wait_without_an_end_goes_in_steps(ends: tuple[PipeChannel, PipeChannel]) -> None:
+    """A step of a wait ends soon: Ctrl-C is seen after it on Windows."""
+    first, second = ends
+    steps: list[bool] = []
+    waiting = threading.Thread(target=lambda: steps.append(first._has_come(None)), daemon=True)
+    waiting.start()
+    waiting.join(WATCHDOG)
+    assert steps == [False]
+    threading.Timer(0.3, second.send, ["late"]).start()
+    assert first.receive() == "late"
+
+
 def test_the_end_of_the_other_side_is_seen(ends: tuple[PipeChannel, PipeChannel]) -> None:
     first, second = ends
     closed = threading.Event()

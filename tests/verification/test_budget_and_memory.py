@@ -118,7 +118,7 @@ def test_a_run_that_takes_more_memory_is_ended() -> None:
 
 def test_a_run_that_nobody_watched_is_refused_by_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that are over before the first look: only what is read when the answer arrives shows what they took."""
-    monkeypatch.setattr("stof.execution.worker.channel._LOOK", 600.0)
+    monkeypatch.setattr("stof.execution.worker.channel.POLL_SECONDS", 600.0)
     feed = {"x": np.asarray(1e-9, np.float32)}
     for _ in range(3):
         end_process()
@@ -129,7 +129,7 @@ def test_a_run_that_nobody_watched_is_refused_by_its_peak(monkeypatch: pytest.Mo
 
 
 def test_what_earlier_runs_and_sessions_took_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stof.execution.worker.channel._LOOK", 600.0)
+    monkeypatch.setattr("stof.execution.worker.channel.POLL_SECONDS", 600.0)
     end_process()
     feed = {"x": np.asarray(1e-9, np.float32)}
     large, small = (create_session(_expanding(n), 60.0) for n in (500, 1))

@@ -12,13 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from stof import progress
+from stof.api.export_script import MODULES, check_modules
 from stof.errors import ArgumentError
+from stof.files import read_text
 
 _EXPORTER = "optimum-onnx"
 _SCRIPT = Path(__file__).with_name("export_script.py")
 _WEIGHTS = (".safetensors", ".bin")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt): ")
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_checkpoint(files: Collection[Path]) -> bool:
@@ -28,9 +29,19 @@ def is_checkpoint(files: Collection[Path]) -> bool:
     return weights and "config.json" in names and not any(path.suffix == ".onnx" for path in files)
 
 
-def is_hub_id(text: str) -> bool:
-    """Whether a text may be the id of a model on the hub, ``owner/name``: there is no path ``owner``."""
-    return bool(_ID.fullmatch(text)) and not text.endswith(".onnx") and not os.path.lexists(text.split("/")[0])
+def check_modules_of(folder: Path, files: Collection[Path]) -> None:
+    """Refuses a folder whose ``modules.json`` names classes that are not sentence-transformers' own.
+
+    Raises:
+        ArgumentError: naming the file and the class.
+    """
+    for path in files:
+        if path.name.lower() == MODULES:  # Windows and macOS open it under any case
+            text = read_text("list of modules", folder / path)
+            try:
+                check_modules(str(folder / path), text)
+            except ValueError as error:
+                raise ArgumentError(f"{error}; export the checkpoint by its own code, and give that folder") from None
 
 
 def export_checkpoint(model: str, folder: Path) -> str:
@@ -51,7 +62,15 @@ def export_checkpoint(model: str, folder: Path) -> str:
     # -P: the script's folder holds modules of stof, which must not shadow others.
     command = [sys.executable, "-P", str(_SCRIPT), model, str(folder)]
     with progress.step(f"export by {exporter}"):
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+            check=False,
+        )
     if done.returncode:
         raise ArgumentError(
             f"{what}, and {exporter} cannot export it: {_find_reason(done.stderr) or f'status {done.returncode}'}; export it by "

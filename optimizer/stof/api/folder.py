@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import onnx
 
 from stof import progress
-from stof.api.checkpoints import export_checkpoint, is_checkpoint, is_hub_id
+from stof.api.checkpoints import check_modules_of, export_checkpoint, is_checkpoint
 from stof.api.genai_config import GENAI_CONFIG, GenaiConfig, show_key
 from stof.api.library_copies import plan_copies, read_configs
 from stof.arguments.checks import check_path
 from stof.errors import ArgumentError, StofError
 from stof.execution.session_process import release_sessions
-from stof.files import check_outputs, stat_file, temporary_file, temporary_folder, write_text
+from stof.files import check_outputs, is_hub_id, stat_file, temporary_file, temporary_folder, write_text
 from stof.folder_report import FolderReport
 from stof.graph.external_data import external_files
 from stof.graph.load_save import load
@@ -93,15 +93,17 @@ def optimize_folder(
     target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
         _check_target(source, target)
-    files = [] if is_hub_id(str(source)) else _sorted_files(source)
-    if not is_hub_id(str(source)) and not is_checkpoint(files):
+    is_on_hub = is_hub_id(source)
+    files = [] if is_on_hub else _sorted_files(source)
+    if not is_on_hub and not is_checkpoint(files):
         return _optimize_files(source, source, files, target, options, is_dry)
     with contextlib.ExitStack() as stack:
         try:
             scratch = stack.enter_context(temporary_folder(None if target is None else target.parent))
         except OSError as error:
             raise ArgumentError(f"there is no place to export {source} to: {error.strerror or error}") from error
-        note = export_checkpoint(str(source), scratch / "exported")
+        check_modules_of(source, files)
+        note = export_checkpoint(source.as_posix() if is_on_hub else str(source), scratch / "exported")
         return _optimize_files(
             scratch / "exported", source, _sorted_files(scratch / "exported"), target, options, is_dry, [note]
         )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -19,7 +18,7 @@ from typing import Any
 
 from stof.runtime import library
 from stof.system.memory import NO_LIMIT, free_memory
-from stof.system.processor import cpu_name, usable_cpus, use_cpus
+from stof.system.processor import cpu_name, read_cpuinfo, usable_cpus, use_cpus
 
 ROUNDS = 5
 _SLICE = 0.02  # seconds a round of repeated calls: short calls are timed often
@@ -184,10 +183,6 @@ def _versions() -> dict[str, str]:
 
 def _cpu_name() -> str:
     """The processor's name, with family and model where Linux tells them: the name alone says little."""
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
+    fields = read_cpuinfo()
     family = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
     return f"{cpu_name()}{family}"

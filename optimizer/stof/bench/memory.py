@@ -21,7 +21,7 @@ import numpy as np
 from stof.files import strict_json, temporary_folder
 from stof.system.memory import PeakMemory, resident_bytes
 
-_LOOK = 0.002  # seconds between looks at the memory of a run, where the system keeps no peak that can be reset
+_POLL_SECONDS = 0.002  # between two samples of the memory of a run, where the system keeps no peak that can be reset
 
 
 def peak_memory(
@@ -57,7 +57,7 @@ def read_feeds(path: str) -> dict[str, np.ndarray]:
 
 
 def measure_run(run: Callable[[], object]) -> dict[str, int]:
-    """Bytes that this process holds, and the peak of one run above them: on macOS and Windows what looks every 2 ms found."""
+    """Bytes that this process holds, and the peak of one run above them: samples every 2 ms on macOS and Windows."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
@@ -77,7 +77,7 @@ def _watch(peak: PeakMemory, run: Callable[[], object]) -> int:
 
     def look() -> None:
         nonlocal most
-        while not over.wait(_LOOK):
+        while not over.wait(_POLL_SECONDS):
             most = max(most, peak.peak_bytes())
 
     thread = threading.Thread(target=look, daemon=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stof.errors import ArgumentError
+from stof.files.hub_ids import is_hub_id
 from stof.system.descriptors import READ_REGULAR
 
 _MOST_NAMES = 1000  # of a folder, among which a misspelt one is looked for
@@ -49,11 +50,8 @@ def check_input(path: Path) -> None:
     hint = ""
     if not path.parent.is_dir():
         hint = f", nor does its folder {path.parent}"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path.as_posix()) and path.suffix != ".onnx":
-            hint += (
-                f"; if it is the name of a model on a hub, export that first: optimum-cli export onnx --model {path.as_posix()} "
-                f"FOLDER, then stof-optimize FOLDER -o NEW_FOLDER"
-            )
+        if is_hub_id(path):
+            hint += f"; if it is a model of the hub, name a new folder: stof-optimize {path.as_posix()} -o FOLDER"
     else:
         with contextlib.suppress(OSError):  # a folder that cannot be read gives no hint
             names = [p.name for p in islice(path.parent.iterdir(), _MOST_NAMES)]

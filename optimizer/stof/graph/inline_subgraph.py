@@ -32,7 +32,7 @@ def inline_subgraph(builder: Builder, graph: onnx.GraphProto, arguments: Sequenc
         raise UnsupportedError(f"graph {graph.name!r} has {len(graph.input)} inputs, expected {len(arguments)}")
     if graph.sparse_initializer:
         raise UnsupportedError(f"graph {graph.name!r} has sparse initializers, expected dense ones")
-    needed = find_needed((o.name for o in graph.output), graph.node)
+    needed = find_needed((o.name for o in graph.output), graph.node) - {""}  # which names what is absent
     names = dict(zip((i.name for i in graph.input), arguments, strict=True))
     for tensor in graph.initializer:
         if is_external(tensor):
@@ -44,7 +44,7 @@ def inline_subgraph(builder: Builder, graph: onnx.GraphProto, arguments: Sequenc
             continue
         copy = copy_node(node)
         names |= {o: builder.name() for o in node.output if o}
-        copy.name = names[node.output[0]] if node.output else builder.name()
+        copy.name = next(names[o] for o in node.output if o)
         _rename(copy, names)
         builder.nodes.append(copy)
     return [names.get(o.name, o.name) for o in graph.output]

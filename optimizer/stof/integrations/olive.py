@@ -37,6 +37,16 @@ except ModuleNotFoundError as error:
 _TARGETS = {"CUDAExecutionProvider": CUDA, "TensorrtExecutionProvider": TENSORRT}
 
 
+# Options that a pass does not take among "options", and what to do instead.
+_REFUSED = {
+    "target": 'is a setting of the pass: give it beside "options"',
+    "unpad": 'is a setting of the pass: give it beside "options"',
+    "output": "is Olive's: give output_dir",
+    "dry_run": "would write no model, and a pass has to: run stof-optimize",
+    "explain": "would write no model, and a pass has to: run stof-optimize",
+}
+
+
 class StofOptimize(Pass):
     """Optimizes an ONNX model by stof, verified against its input, and copies the plugin library beside it."""
 
@@ -68,6 +78,9 @@ class StofOptimize(Pass):
     ) -> ONNXModelHandler:
         if not isinstance(model, ONNXModelHandler):
             raise ArgumentError(f"StofOptimize got a {type(model).__name__}, expected an ONNX model: convert it before")
+        for name in config.options:
+            if name in _REFUSED:
+                raise ArgumentError(f'"options" of StofOptimize name {name!r}, which {_REFUSED[name]}')
         named = {**config.options, "target": config.target, "unpad": config.unpad}
         options = merge_options("StofOptimize", Options(), named)
         source, result = Path(model.model_path), Path(resolve_onnx_path(output_model_path, Path(model.model_path).name))

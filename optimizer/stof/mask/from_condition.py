@@ -191,7 +191,7 @@ def to_expression(cond: Cond, names: GraphNames) -> MaskExpression:
     """The expression of a condition on (b, h, q, k).
 
     Raises:
-        UnsupportedError: for what the grammar has no word for, with the operators and inputs that it depends on.
+        UnsupportedError: for what the grammar cannot express, with the operators and inputs that it depends on.
     """
     return MaskExpression(_Translator(names).condition(cond))
 

@@ -58,10 +58,10 @@ def _ask_psutil(process: int | None, figure: str) -> int:
 
 
 class PeakMemory:
-    """The most memory that a process has held since this object was made, also between two looks at it.
+    """The most memory that a process has held since this object was made, also between two samples.
 
     Systems keep the peak of a process's whole life. Where it may not be reset, a peak from before tells nothing, and what the
-    process holds at a look counts. On macOS looks alone count.
+    process holds at a sample counts. On macOS samples alone count.
 
     Args:
         process: its number.

@@ -15,29 +15,44 @@ _SECONDS = 10.0  # that a command of the system may take
 _WINDOWS_KEY = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
 
 
-def cpu_name() -> str:
-    """The processor's name; its architecture where the system does not tell a name."""
-    return _read_name() or platform.machine()
+def cpu_name(root: Path = Path("/")) -> str:
+    """The processor's name; its architecture where the system does not tell a name.
+
+    Args:
+        root: of the file system that says it on Linux.
+    """
+    return _read_name(root) or platform.machine()
 
 
-def _read_name() -> str:
+def read_cpuinfo(root: Path = Path("/")) -> dict[str, str]:
+    """What Linux says of the first processor in ``/proc/cpuinfo``, by field; empty elsewhere."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def _read_name(root: Path) -> str:
     """The name; empty where the system does not tell it."""
+    name = ""
     if sys.platform == "win32":
         import winreg
 
         with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _WINDOWS_KEY) as key:
-            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+            name = str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
     elif sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
-            return done.stdout.strip()
+            name = done.stdout.strip()
     else:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return ""
+        fields = read_cpuinfo(root)
+        # Linux on AArch64 has numbers in place of a name.
+        numbers = [f"{k} {fields[k]}" for k in ("CPU implementer", "CPU part", "CPU variant") if fields.get(k)]
+        name = fields.get("model name") or ", ".join(numbers)
+    return name
 
 
 def usable_cpus() -> list[int]:

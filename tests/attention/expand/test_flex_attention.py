@@ -272,6 +272,24 @@ def test_a_modifier_with_initializers_and_a_subgraph() -> None:
     )
 
 
+def test_a_modifier_whose_first_output_is_absent() -> None:
+    """A node is named by its first output that is there, and what is absent needs no node."""
+    original = model("b = Clip (s, , high)\n left, right = Split <axis = 3, num_outputs = 2> (b)\n o = Min (s, right)")
+    modifier = original.graph.node[0].attribute[0].g
+    modifier.node[1].output[0] = ""
+    modifier.node[2].input[1] = "peak"
+    modifier.node.insert(2, helper.make_node("ReduceMax", ["right"], ["peak"], keepdims=0))
+    modifier.node.append(helper.make_node("Split", ["s"], ["", "unused"], axis=3, num_outputs=2))
+    modifier.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "high"))
+    found = make_working_copy(original)
+    assert not found.findings
+    assert [n.op_type for n in found.model.graph.node].count("Split") == 1
+    feeds = draw(original, 2, 8, 0)
+    expected = define(feeds, lambda s, _: np.minimum(s, np.minimum(s, 0.5)[..., 4:].max()))
+    result = ReferenceEvaluator(found.model).run(None, feeds)[0]  # ONNX Runtime has no Split without its first output
+    np.testing.assert_allclose(result, expected, atol=2e-5, rtol=2e-5)
+
+
 TWO_INPUTS = graph("o = Identity (s)")
 TWO_INPUTS.input.append(helper.make_tensor_value_info("more", TensorProto.FLOAT, None))
 

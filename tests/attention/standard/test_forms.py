@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,8 +16,11 @@ from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
 from standard_models import force_standard
 
+from stof.attention.standard import decide
+from stof.attention.standard.form import StandardForm
 from stof.attention.standard.runtime import installed_runtime
 from stof.graph.index import all_nodes, opset_of
+from stof.mask.site import AttentionSite
 
 H, D = 4, 8
 Feeds = dict[str, np.ndarray]
@@ -389,9 +393,8 @@ def test_half_precision(rank: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(run(target, feeds)[0], form.define(feeds), atol=3e-3, rtol=3e-3)
 
 
-def test_layers_share_their_mask(tmp_path: Path) -> None:
-    """Two layers with masks of their own in the graph have one attn_mask in the result."""
-    form = FORMS["padding of the lowest number"]
+def two_layers(form: Form) -> onnx.ModelProto:
+    """The second has the result of the first as its query."""
     first, second = form.model(), form.model()
     names = {n: f"second_{n}" for node in second.graph.node for n in node.output} | {"q": "y", "y": "z"}
     for node in second.graph.node:
@@ -401,7 +404,13 @@ def test_layers_share_their_mask(tmp_path: Path) -> None:
                 names_of[i] = names.get(name, name)
     first.graph.node.extend(second.graph.node)
     first.graph.output[0].name = "z"
-    report, target = force_standard(first, tmp_path)
+    return first
+
+
+def test_layers_share_their_mask(tmp_path: Path) -> None:
+    """Two layers with masks of their own in the graph have one attn_mask in the result."""
+    form = FORMS["padding of the lowest number"]
+    report, target = force_standard(two_layers(form), tmp_path)
     assert [s.replaced for s in report.sites] == [True, True]
     nodes = [n for n in onnx.load(target).graph.node if n.op_type == "Attention"]
     assert len(nodes) == 2
@@ -410,6 +419,23 @@ def test_layers_share_their_mask(tmp_path: Path) -> None:
     once = form.define(feeds)
     wanted = form.define(feeds | {"q": once.astype(np.float32)})
     np.testing.assert_allclose(run(target, feeds)[0], wanted, atol=5e-5, rtol=5e-5)
+
+
+def test_layers_that_treat_a_bias_differently_share_no_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer it is proven that each row has a key: its bias is not raised, the other's is."""
+    choose = decide.choose_form
+
+    def choose_form(site: AttentionSite, *arguments: Any, **options: Any) -> StandardForm:
+        return choose(site, *arguments, **{**options, "every_row_has_key": site.name == "site"})
+
+    monkeypatch.setattr(decide, "choose_form", choose_form)
+    form = FORMS["a bias of the caller"]
+    report, target = force_standard(two_layers(form), tmp_path, verify=False)  # the proof is untrue
+    assert [s.replaced for s in report.sites] == [True, True]
+    model = onnx.load(target)
+    nodes = [n for n in model.graph.node if n.op_type == "Attention"]
+    writers = {o: n.op_type for n in model.graph.node for o in n.output}
+    assert [writers.get(n.input[3], "") for n in nodes] == ["", "Where"]
 
 
 def test_a_model_with_other_domains(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class SiteFrame:
         self._output.inputs.clear()
         self._moved = (layouts[3], site.output_layout)
         is_reshaped = site.output_flat or site.output_joined or site.output_grouped
-        self._last = editor.variable(f"{site.output}_rows", site.dtype) if is_reshaped else self._output
-        self._written = editor.variable(f"{site.output}_laid", site.dtype) if site.output_perm else self._last
+        self._last = editor.variable(f"{site.output}_result", site.dtype) if is_reshaped else self._output
+        self._written = editor.variable(f"{site.output}_transposed", site.dtype) if site.output_perm else self._last
         is_converted = self._moved[0] is not self._moved[1]
         self.result = editor.variable(f"{site.output}_stof", site.dtype) if is_converted else self._written
 
@@ -106,18 +106,18 @@ def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: in
         tensor = _reshape_heads(editor, nodes, tensor, (operand.layout, 2), (heads,), out)
     if not operand.perm:
         return tensor
-    out = editor.variable(f"{operand.tensor}_laid", dtype)
+    out = editor.variable(f"{operand.tensor}_transposed", dtype)
     nodes.append(editor.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
     return out
 
 
 def _slice_shape(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, start: int, end: int) -> gs.Tensor:
     """The sizes of axes ``start`` to ``end``; Shape takes no range below opset 15."""
-    sizes, some = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "some"))
+    sizes, sliced = (editor.variable(f"{tensor.name}_{word}", TensorProto.INT64) for word in ("sizes", "sliced"))
     limits = [editor.initializer("stof_sizes", np.array([n], np.int64)) for n in (start, end)]
     nodes.append(editor.node("Shape", sizes.name, [tensor], [sizes]))
-    nodes.append(editor.node("Slice", some.name, [sizes, *limits], [some]))
-    return some
+    nodes.append(editor.node("Slice", sliced.name, [sizes, *limits], [sliced]))
+    return sliced
 
 
 def _append_reshape(
@@ -132,7 +132,7 @@ def _append_reshape(
 def _merge_batch_axes(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
     """A tensor of five axes with the first two merged."""
     any_size = editor.initializer("stof_shape", np.array([-1], np.int64))
-    out = editor.variable(f"{tensor.name}_joined", dtype)
+    out = editor.variable(f"{tensor.name}_merged_batch", dtype)
     return _append_reshape(editor, nodes, tensor, [any_size, _slice_shape(editor, nodes, tensor, 2, 5)], out)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of ONNX's ``Attention`` computes a site: its attributes, its lengths of keys, and what is left to ``attn_mask``.
+"""Which form of ``ai.onnx::Attention`` computes a site: its attributes, its lengths of keys, and what is left to ``attn_mask``.
 
 The operator gives 0 for fully masked rows. Rows that the graph gives the mean of all values, or attention to all keys, need a
 mask of finite numbers, which takes part of the mask into ``attn_mask`` that an attribute could state.
@@ -129,7 +129,7 @@ def with_biases(mask: LiftedMask) -> LiftedMask:
 
 
 def _check(site: AttentionSite, mask: LiftedMask) -> None:
-    """Raises for what the operator has no word for."""
+    """Raises for what the operator cannot express."""
     if site.dtype not in _TYPES:
         name = TensorProto.DataType.Name(site.dtype)
         raise UnsupportedError(f"ONNX Runtime's CPU provider has no Attention of {name}, expected fp32 or fp16")

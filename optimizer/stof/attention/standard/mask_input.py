@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -45,8 +46,9 @@ class MaskInputs:
             nodes: in front of the operator.
         """
         site, form, mask = rewrite.site, rewrite.form, rewrite.mask
-        # Sizes that are equal by name are equal in every run.
-        key = form.mask, form.fill, form.bias, mask.operands, mask.tables, site.dims, site.query_offset, site.dtype
+        # Sizes that are equal by name are equal in every run. The rest of the form is stated by attributes.
+        stated = replace(form, rank=0, is_causal=False, window=(-1, -1), lengths=None)
+        key = stated, mask.operands, mask.tables, site.dims, site.query_offset, site.dtype
         if key not in self._made:
             self._made[key] = self._make(rewrite, heads, nodes)
         return self._made[key]

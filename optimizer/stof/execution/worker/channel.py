@@ -15,7 +15,7 @@ from typing import Protocol
 
 _ALIGNMENT = 64  # of arrays, as kernels like them
 _COUNT = array.array("Q").itemsize
-_LOOK = 0.05  # seconds between looks at what the other process does
+POLL_SECONDS = 0.05  # between two samples of what the other process does
 _LONGEST_WAIT = 1e6  # seconds: a time in milliseconds has 31 bits
 
 
@@ -83,14 +83,16 @@ def wait_until(
     """Waits for a message as :meth:`Channel.receive` says.
 
     Args:
-        has_come: waits for at most so many seconds, and says whether it is there.
+        has_come: waits for at most so many seconds, or for a shorter step, and says whether it is there.
         seconds: to wait.
         watch: called meanwhile.
     """
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         seconds_left = None if end is None else min(max(0.0, end - time.monotonic()), _LONGEST_WAIT)
-        step = seconds_left if watch is None else _LOOK if seconds_left is None else min(seconds_left, _LOOK)
+        step = (
+            seconds_left if watch is None else POLL_SECONDS if seconds_left is None else min(seconds_left, POLL_SECONDS)
+        )
         is_there = has_come(step)
         if watch is not None:
             watch()

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from stof.execution.worker.channel import new_memory, pack, unpack, wait_until
+from stof.execution.worker.channel import POLL_SECONDS, new_memory, pack, unpack, wait_until
 
 _SIZE = 8  # bytes of the size before a message
 _MOST = 1 << 26  # bytes of one write
@@ -86,6 +86,8 @@ class PipeChannel:
         return unpack(arrived)
 
     def _has_come(self, seconds: float | None) -> bool:
+        # Ctrl-C does not end a wait of Windows' locks: it is seen between two of them.
+        seconds = POLL_SECONDS if seconds is None else min(seconds, POLL_SECONDS)
         if self._next is None:
             with contextlib.suppress(queue.Empty):
                 self._next = self._messages.get(timeout=seconds)

@@ -33,7 +33,7 @@ def express_row(site: AttentionSite, domain: Domain, row: Int, rows: Int, names:
         names: of tables; those of sizes are this function's own.
 
     Raises:
-        UnsupportedError: for what the grammar has no word for, and what is no function of one difference of q and k.
+        UnsupportedError: for what the grammar cannot express, and what is no function of one difference of q and k.
     """
     row = domain.integer(_join_maxima(domain.integer(strip_clamps(row, rows))))
     if variables_of(row) - _PAIR:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss on prompts, where options change outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import onnx
+
+from stof.op_parts import HoldsPrompts
+from stof.op_rewrite import Job
+from stof.prompts.loss import has_logits
+from stof.report import Report
+from stof.stages import Stage, find_model_inputs
+
+Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the report
+
+
+def measure_loss_on_prompts(
+    report: Report, job: Job, stages: Sequence[Stage], final: onnx.ModelProto, target: Path, measure: Measure
+) -> None:
+    """Measures by how much next tokens change, where options change outputs and there are prompts.
+
+    Raises:
+        VerifyError: when it is above --max-kl.
+    """
+    is_sparsified = report.sparsity is not None and report.sparsity.changes_outputs
+    changed = [s.decided.section for s in stages if s.decided.section.changes_outputs]
+    decided = [s.decided for s in stages]
+    prompts = job.prompts or next(
+        (d.held_out for d in decided if isinstance(d, HoldsPrompts) and d.held_out is not None), None
+    )
+    if prompts is None or not (is_sparsified or changed):
+        return
+    from stof.prompt_runs.measure_loss import check_loss, measure_loss
+    from stof.thresholds.apply import counted_skipping
+
+    # Patterns and pages have no other measure; thresholds and neurons say themselves what they lose.
+    by_itself = report.sparsity is None or not (report.sparsity.sparsified or report.sparsity.chooses_pages)
+    if by_itself and not has_logits(job.model):
+        return
+    thresholds = None if report.sparsity is None else report.sparsity.threshold_report
+    with measure("prompts"), counted_skipping(thresholds):
+        inputs = find_model_inputs(job, stages)
+        loss = measure_loss(job.source, final, inputs, prompts, target.parent, job.options)
+    if is_sparsified and report.sparsity is not None:
+        report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
+    for section in changed:
+        section.loss = loss
+    options = [*(["--sparsify"] if is_sparsified else []), *(["--sparse-mlp"] if changed else [])]
+    check_loss(loss, " with ".join(options), job.options)
