@@ -4,8 +4,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 namespace stof {
 namespace cpu {
@@ -40,15 +42,30 @@ uint32_t KeptState() {
   return low;
 }
 
+// Bit i: whether the processor has kFeatures[i].
+uint32_t AskProcessor() {
+  const uint32_t kept = KeptState();
+  uint32_t found = 0;
+  for (size_t i = 0; i < std::size(kFeatures); ++i) {
+    const Feature& feature = kFeatures[i];
+    uint32_t a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid_count(feature.leaf, 0, &a, &b, &c, &d) == 0) continue;
+    const uint32_t word = feature.where == kEbx ? b : c;
+    if ((word >> feature.bit & 1u) != 0 && (kept & feature.state) == feature.state) found |= 1u << i;
+  }
+  return found;
+}
+
 }  // namespace
 
 bool HasX86Feature(const char* name) {
-  for (const Feature& feature : kFeatures) {
-    if (std::strcmp(feature.name, name) != 0) continue;
-    uint32_t a = 0, b = 0, c = 0, d = 0;
-    if (__get_cpuid_count(feature.leaf, 0, &a, &b, &c, &d) == 0) return false;
-    const uint32_t word = feature.where == kEbx ? b : c;
-    return (word >> feature.bit & 1u) != 0 && (KeptState() & feature.state) == feature.state;
+  // Runs of operators ask, and in a virtual machine CPUID takes 20 us or more. Threads that come first ask each.
+  constexpr uint32_t kKnown = 1u << 31;
+  static std::atomic<uint32_t> known{0};
+  uint32_t found = known.load(std::memory_order_relaxed);
+  if (found == 0) known.store(found = AskProcessor() | kKnown, std::memory_order_relaxed);
+  for (size_t i = 0; i < std::size(kFeatures); ++i) {
+    if (std::strcmp(kFeatures[i].name, name) == 0) return (found >> i & 1u) != 0;
   }
   return false;
 }

@@ -26,7 +26,7 @@ def _in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["TYPO/model.onnx"], "the input TYPO/model.onnx does not exist, nor does its folder TYPO"),
         (["modle.onnx"], "the input modle.onnx does not exist; did you mean model.onnx?"),
         (["far.bin"], "the input far.bin does not exist"),
-        (["org/bert-base"], "export that first: optimum-cli export onnx --model org/bert-base FOLDER"),
+        (["org/bert-base"], "if it is a model of the hub, name a new folder: stof-optimize org/bert-base -o FOLDER"),
         (["https://example.org/model.onnx"], "is an address, expected a file or folder; download the model first"),
         (["model.onnx", "out.onnx"], "unrecognized arguments: out.onnx; name the output with -o"),
         (["model.onnx", "--verify-budgit", "3"], "--verify-budgit 3; did you mean '--verify-budget'?"),
