@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/isa.h"
 
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -40,6 +42,20 @@ bool IsOfThisArchitecture(CpuIsa isa) {
   return false;
 }
 
+// Whether the processor has what a set needs.
+bool AskProcessor(CpuIsa isa) {
+#define STOF_HAS_X86(feature) cpu::HasX86Feature(feature)
+#define STOF_HAS_ARM(feature) cpu::HasArmFeature(feature)
+#define STOF_SUPPORTED(id, name, is_supported) \
+  case CpuIsa::id:                             \
+    return is_supported;
+  switch (isa) { STOF_CPU_ISAS(STOF_SUPPORTED) }
+#undef STOF_SUPPORTED
+#undef STOF_HAS_ARM
+#undef STOF_HAS_X86
+  return false;
+}
+
 CpuIsa DetectIsa() {
   return BestCpuIsaAtMost(std::string(ReadVariableOr(Variable::kCpuIsa, std::string_view())).c_str());
 }
@@ -58,16 +74,16 @@ bool FindCpuIsa(const char* name, CpuIsa* isa) {
 }
 
 bool IsCpuIsaSupported(CpuIsa isa) {
-#define STOF_HAS_X86(feature) cpu::HasX86Feature(feature)
-#define STOF_HAS_ARM(feature) cpu::HasArmFeature(feature)
-#define STOF_SUPPORTED(id, name, is_supported) \
-  case CpuIsa::id:                             \
-    return is_supported;
-  switch (isa) { STOF_CPU_ISAS(STOF_SUPPORTED) }
-#undef STOF_SUPPORTED
-#undef STOF_HAS_ARM
-#undef STOF_HAS_X86
-  return false;
+  // Runs ask, and in a virtual machine an instruction like CPUID takes 20 us or more. Threads that come first ask each.
+  constexpr uint32_t kKnown = 1u << 31;
+  static std::atomic<uint32_t> known{0};
+  uint32_t sets = known.load(std::memory_order_relaxed);
+  if (sets == 0) {
+    sets = kKnown;
+    for (int i = 0; i < kIsas; ++i) sets |= AskProcessor(static_cast<CpuIsa>(i)) ? 1u << i : 0u;
+    known.store(sets, std::memory_order_relaxed);
+  }
+  return (sets >> static_cast<int>(isa) & 1u) != 0;
 }
 
 CpuIsa BestCpuIsaAtMost(const char* name) {

@@ -4,10 +4,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 
 namespace stof {
 namespace cpu {
@@ -16,8 +14,8 @@ namespace {
 enum Register { kEbx, kEcx };
 
 // Parts of the registers' state that the operating system keeps when it switches threads (XCR0).
-constexpr uint32_t kYmm = 0x6;             // xmm, and the upper halves of ymm
-constexpr uint32_t kZmm = kYmm | 0xe0;     // masks, the upper halves of zmm0 to zmm15, zmm16 to zmm31
+constexpr uint32_t kYmm = 0x6;             // xmm and the rest of ymm
+constexpr uint32_t kZmm = kYmm | 0xe0;     // masks, the rest of zmm0 to zmm15, zmm16 to zmm31
 constexpr uint32_t kHasXgetbv = 1u << 27;  // OSXSAVE in ecx of leaf 1
 
 // Where CPUID says that a feature is there (Intel's manual, volume 2, CPUID), and the state that it needs.
@@ -42,30 +40,15 @@ uint32_t KeptState() {
   return low;
 }
 
-// Bit i: whether the processor has kFeatures[i].
-uint32_t AskProcessor() {
-  const uint32_t kept = KeptState();
-  uint32_t found = 0;
-  for (size_t i = 0; i < std::size(kFeatures); ++i) {
-    const Feature& feature = kFeatures[i];
-    uint32_t a = 0, b = 0, c = 0, d = 0;
-    if (__get_cpuid_count(feature.leaf, 0, &a, &b, &c, &d) == 0) continue;
-    const uint32_t word = feature.where == kEbx ? b : c;
-    if ((word >> feature.bit & 1u) != 0 && (kept & feature.state) == feature.state) found |= 1u << i;
-  }
-  return found;
-}
-
 }  // namespace
 
 bool HasX86Feature(const char* name) {
-  // Runs of operators ask, and in a virtual machine CPUID takes 20 us or more. Threads that come first ask each.
-  constexpr uint32_t kKnown = 1u << 31;
-  static std::atomic<uint32_t> known{0};
-  uint32_t found = known.load(std::memory_order_relaxed);
-  if (found == 0) known.store(found = AskProcessor() | kKnown, std::memory_order_relaxed);
-  for (size_t i = 0; i < std::size(kFeatures); ++i) {
-    if (std::strcmp(kFeatures[i].name, name) == 0) return (found >> i & 1u) != 0;
+  for (const Feature& feature : kFeatures) {
+    if (std::strcmp(feature.name, name) != 0) continue;
+    uint32_t a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid_count(feature.leaf, 0, &a, &b, &c, &d) == 0) return false;
+    const uint32_t word = feature.where == kEbx ? b : c;
+    return (word >> feature.bit & 1u) != 0 && (KeptState() & feature.state) == feature.state;
   }
   return false;
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ONNX's Attention in ONNX Runtime's CPU provider beside the nodes that it replaces: ``python -m bench.cpu.standard_attention``.
 
-Both run by turns on one thread, and the least processor time of each counts, so that other load hardly does. Masks are inputs:
+Both alternate on one thread, and the least processor time of each counts, so that other load hardly does. Masks are inputs:
 layers share them. It prints the table of docs/lab/standard-attention.md, from which the constants of
 ``stof.attention.standard.cost`` are.
 """

@@ -61,7 +61,7 @@ struct Simd {
   static V Sqrt(V v) { return vsqrtq_f32(v); }
   static V Floor(V v) { return vrndmq_f32(v); }
   static V Ceil(V v) { return vrndpq_f32(v); }
-  static V Round(V v) { return vrndnq_f32(v); }  // halves to even
+  static V Round(V v) { return vrndnq_f32(v); }  // ties to even
   // FMAX and FMIN give NaN where either is NaN, and 0 for 0 and -0: a comparison and a choice are the other sets'
   // result.
   static V Max(V a, V b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b where either is NaN
