@@ -93,29 +93,6 @@ void AddOwnColumns(const uint8_t* const* rows, int64_t quads, const TokenHidden&
   }
 }
 
-// Columns [begin, end) of sums: those of the token's own rows.
-template <typename E>
-void AddOwnRows(const uint8_t* const* own, int64_t count, int bits, const TokenHidden& h, const GroupScales<E>& group,
-                int64_t begin, int64_t end, const NextGroup* next, float* sums) {
-  const uint8_t* rows[kMostGroup + 3];
-  Copy(own, own + count, rows);
-  for (int64_t i = count; i % 4 != 0; ++i) rows[i] = rows[count - 1];  // their factors are 0
-  const int64_t quads = (count + 3) / 4, whole = begin + (end - begin) / kInt8Step * kInt8Step;
-  if (bits == 4) {
-    AddOwnColumns<4>(rows, quads, h, group, begin, whole, next, sums);
-  } else {
-    AddOwnColumns<8>(rows, quads, h, group, begin, whole, next, sums);
-  }
-  AddColumnsOneByOne(own, count, bits, h, group, whole, end, sums);
-}
-
-// Columns of a copy: a multiple of kInt8Step.
-inline int64_t PackedColumns(int64_t rows, int bits) {
-  (void)bits;
-  return Clamp(kPackedBytes / ((rows + 3) / 4 * 4) / kInt8Step * kInt8Step, kInt8Step, kInt8Columns);
-}
-static_assert(kInt8Step * kMostGroup <= 2 * kPackedBytes, "a copy holds the largest group");
-
 // A copy of columns [n, n + columns), a multiple of kInt8Step: [columns / 64, four rows at a time], four vectors of 16
 // columns in their order, four bytes each.
 template <int kBits>
