@@ -145,19 +145,20 @@ if wants unit; then
 
   begin 'unit (Python)'
   wait $browser || echo 'no browser could be installed: its tests are skipped'
-  STOF_LIBRARY=$library python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --ignore tests/generated --ignore tests/zoo/test_zoo.py
+  STOF_LIBRARY=$library python -m pytest -q --timeout 900 -n auto --maxprocesses 4 --dist worksteal --ignore tests/generated \
+    --ignore tests/zoo/test_zoo.py
   end
 fi
 
 if wants zoo; then
   begin zoo
-  STOF_LIBRARY=$library python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/zoo/test_zoo.py
+  STOF_LIBRARY=$library python -m pytest -q --timeout 900 -n auto --maxprocesses 4 --dist worksteal tests/zoo/test_zoo.py
   end
 fi
 
 if wants generated; then
   begin generated
-  STOF_LIBRARY=$library python -m pytest -q -s tests/generated
+  STOF_LIBRARY=$library python -m pytest -q -s --timeout 1800 tests/generated
   if [ "${STOF_TEST_ALL:-0}" = 1 ]; then # other seeds, for half an hour
     STOF_LIBRARY=$library PYTHONPATH=optimizer python -m tests.generated --minutes 28 --mutants 400
   fi

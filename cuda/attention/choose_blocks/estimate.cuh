@@ -154,8 +154,10 @@ class BlockChooser {
       exist = *reinterpret_cast<const uint32_t*>(from) == 0x01010101u;
     }
     const bool all_exist = __all_sync(~0u, exist) != 0;
-    Wait(Empty(stage_), phase_ ^ 1);
+    // One lane waits: consumers may release the tile that it publishes before another lane looks at the barrier, which
+    // would then wait for a phase that is over.
     if (lane_ == 0) {
+      Wait(Empty(stage_), phase_ ^ 1);
       slots_[stage_] = make_int2(tile, all_exist ? 1 : 0);
       if (tile < 0) {
         Arrive(Full(stage_));
