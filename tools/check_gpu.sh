@@ -89,6 +89,13 @@ if wave 1; then
   suite key-columns 150 CudaKeyColumns
   suite key-columns-8.0 150 CudaKeyColumns STOF_CUDA_CAPABILITY=80
   suite skip-scores 200 CudaSkipScores
+  suite choose-blocks 200 CudaChooseBlocks
+  suite choose-pages 200 CudaChoosePages
+  suite choose-pages-8.0 200 CudaChoosePages STOF_CUDA_CAPABILITY=80
+  suite page-choice 150 CudaPageChoice
+  suite page-scores 150 CudaPageScores
+  suite paged 150 CudaPagedAttention
+  suite quantized-caches 150 CudaQuantizedCaches
   suite relative 150 CudaRelative
   suite relative-128-rows 150 CudaRelative STOF_CUDA_SM80_ROWS=128
   suite relative-8.0 150 CudaRelative STOF_CUDA_CAPABILITY=80
@@ -184,6 +191,8 @@ if wave 3 && [ -n "$sanitizer" ]; then
   suite memcheck-8.0 80 CudaAttentionEquals memcheck STOF_SAMPLE=9 STOF_CUDA_CAPABILITY=80
   suite memcheck-8.0-128-rows 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite memcheck-8.0-99-KiB 80 CudaAttentionEquals memcheck STOF_SAMPLE=17 STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
+  [ "$capability" = 9.0 ] && suite memcheck-choose-blocks 80 CudaChooseBlocksEquals memcheck STOF_SAMPLE=9
+  suite memcheck-choose-pages 80 CudaChoosePagesEquals memcheck STOF_SAMPLE=9
   suite memcheck-relative 80 CudaRelativeTermsEqual memcheck STOF_SAMPLE=13
   suite memcheck-relative-128-rows 80 CudaRelativeTermsEqual memcheck STOF_SAMPLE=29 STOF_CUDA_SM80_ROWS=128
   suite racecheck-relative 80 CudaRelativeTermsEqual racecheck STOF_SAMPLE=61
