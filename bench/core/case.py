@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bench.core import run_time
 from stof.mask.expression import MaskExpression
 
 _BLOCK = 64  # of BigBird's random part and of S2
@@ -140,6 +141,8 @@ def named_mask(name: str, length: int, group: int = 1) -> tuple[str, dict[str, n
         return f"k <= q and (q - k < {number} or k < 4)", {}
     if kind == "slash" and number.isdigit():
         return f"k <= q and (q - k < 96 or k % {number} == 0)", {}
+    if kind == "every" and number.isdigit():
+        return f"k <= q and k // {run_time.BLOCK} % {number} == 0", {}
     if kind == "random" and number.isdigit():
         table = random_blocks(length, _RANDOM_BLOCK, int(number) / 100)
         np.fill_diagonal(table, True)  # so that no query is without a key

@@ -7,13 +7,13 @@ compared, and a mask that loses such a key is wrong.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from bench.core import run_time
 from bench.core.candidate import Candidate, Runner
 from bench.core.case import AttentionCase
 from bench.cpu import decode
@@ -25,9 +25,7 @@ from stof.runtime.skip_counts import reset_skip_counts, skip_counts
 
 SKIP_SCORES, CHOOSE_BLOCKS, CHOOSE_PAGES = KINDS = ("skip-scores", "choose-blocks", "choose-pages")
 _GRID = "run-time-masks"
-_GAP = 24.0  # nats
-_BLOCK = 128  # of choose-blocks
-_THRESHOLDS = {SKIP_SCORES: {"skip_threshold": 0.1}, CHOOSE_BLOCKS: {"block_threshold": 2.0**-12}}
+_THRESHOLDS = {SKIP_SCORES: run_time.SKIP_SCORES, CHOOSE_BLOCKS: run_time.CHOOSE_BLOCKS}
 _LENGTHS = {SKIP_SCORES: (2048, 8192), CHOOSE_BLOCKS: (2048, 8192), CHOOSE_PAGES: (8192, 32768)}
 _SHARES = {SKIP_SCORES: (0.1, 0.25, 0.5), CHOOSE_BLOCKS: (0.1, 0.25, 0.5), CHOOSE_PAGES: (0.05, 0.25)}
 _ROWS = (16, 64)
@@ -79,11 +77,6 @@ def grid(
                     yield MaskPoint(kind, length, share, page_rows)
 
 
-def _lift(case: AttentionCase, gap: float) -> float:
-    """What the first channel of queries and of keys that decide is, so that their scores are that much larger."""
-    return float(np.float32(math.sqrt(gap * math.sqrt(case.D))))
-
-
 class PromptWithFewKeys(CpuProblem):
     """A prompt, of whose key blocks a share decides, the first among them.
 
@@ -96,16 +89,16 @@ class PromptWithFewKeys(CpuProblem):
         skipped: the share of pairs of queries and keys that a candidate left out, by its name.
     """
 
-    def __init__(self, case: AttentionCase, point: MaskPoint, gap: float = _GAP) -> None:
+    def __init__(self, case: AttentionCase, point: MaskPoint, gap: float = run_time.GAP) -> None:
         super().__init__(case)
         self.point = point
         self.skipped: dict[str, float] = {}
-        blocks = -(-case.T // _BLOCK)
+        blocks = -(-case.T // run_time.BLOCK)
         decides = np.zeros(blocks, bool)
         others = np.random.default_rng(2).permutation(np.arange(1, blocks))
         decides[[0, *others[: max(0, round(point.share * blocks) - 1)]]] = True
-        self.q[..., 0] = _lift(case, gap)
-        self.k[..., 0] = np.where(decides.repeat(_BLOCK)[: case.T], _lift(case, gap), 0)
+        self.q[..., 0] = run_time.lift(case.D, gap)
+        self.k[..., 0] = np.where(decides.repeat(run_time.BLOCK)[: case.T], run_time.lift(case.D, gap), 0)
 
     def describe(self, threads: int) -> Record:
         """Key, mask, shape and densities."""
@@ -130,7 +123,7 @@ class StepWithFewPages(DecodeProblem):
         chosen: pages of each KV head that a step attends besides those that it always attends.
     """
 
-    def __init__(self, case: AttentionCase, point: MaskPoint, gap: float = _GAP) -> None:
+    def __init__(self, case: AttentionCase, point: MaskPoint, gap: float = run_time.GAP) -> None:
         super().__init__(case)
         self.point = point
         self.skipped: dict[str, float] = {}
@@ -143,7 +136,7 @@ class StepWithFewPages(DecodeProblem):
         """The inputs of the node but for the caches, by name."""
         case, feeds = self.case, dict(super().feeds)
         query = feeds["query"].reshape(case.B, case.S, case.H, case.D).copy()
-        query[..., 0] = _lift(case, self._gap)
+        query[..., 0] = run_time.lift(case.D, self._gap)
         return feeds | {"query": query.reshape(feeds["query"].shape)}
 
     @cached_property
@@ -155,7 +148,7 @@ class StepWithFewPages(DecodeProblem):
             keys[..., 0] = 0
             for head in keys.reshape(-1, case.T, case.D):
                 for page in rng.choice(np.arange(1, self.pages - _ALWAYS), decisive, replace=False):
-                    head[page * self.point.rows : (page + 1) * self.point.rows, 0] = _lift(case, self._gap)
+                    head[page * self.point.rows : (page + 1) * self.point.rows, 0] = run_time.lift(case.D, self._gap)
         return found
 
     def describe(self, threads: int) -> Record:

@@ -21,7 +21,7 @@ _BLOCK = 64  # the only block that the CUDA kernels of SparseAttention take
 _HEAD = 128  # and the only head size
 
 
-class _DenseProblem(GpuProblem):
+class CausalProblem(GpuProblem):
     """The inputs of a problem under the dense causal mask."""
 
     def __init__(self, problem: GpuProblem) -> None:
@@ -47,7 +47,7 @@ def dense(build: Callable[[GpuProblem, Any], DeviceRunner]) -> Callable[[GpuProb
     """A candidate that attends all earlier keys in place of those that the mask names; its output is checked as such."""
 
     def made(problem: GpuProblem, stream: Any) -> DeviceRunner:
-        plain = _DenseProblem(problem)
+        plain = CausalProblem(problem)
         return replace(build(plain, stream), error=plain.error)
 
     return made

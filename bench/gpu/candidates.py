@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.core import run_time
 from bench.core.candidate import Candidate, Unavailable, require, select
 from bench.gpu import baselines_flashinfer, baselines_jit, baselines_ort, baselines_sparse, baselines_torch, cached
 from bench.gpu.cached import on_device
@@ -28,8 +30,10 @@ def _workspace() -> Any:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
 
 
-def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunner:
-    """The library through its C ABI, by a named kernel or by the one that its selector takes."""
+def stof_alone(
+    problem: GpuProblem, stream: Any, kernel: str = "", more: Mapping[str, float] | None = None
+) -> DeviceRunner:
+    """The library through its C ABI, by a named kernel or by the one that its selector takes; with more attributes."""
     if problem.case.grid == "cached" or (problem.case.grid == "s2" and problem.case.S == 1):
         return cached.stof_cached(problem, _workspace(), stream)
     if "cuda" not in build_info()["backends"]:
@@ -38,7 +42,7 @@ def stof_alone(problem: GpuProblem, stream: Any, kernel: str = "") -> DeviceRunn
     tables = [case.tables[name] for name in sorted(case.tables)]
     op = CudaOp(
         "StofAttention",
-        baselines_ort.attributes(problem) | {"kernel": kernel},
+        {**baselines_ort.attributes(problem), "kernel": kernel, **(more or {})},
         3 + len(tables),
         dict(enumerate(tables, 3)),
     )
@@ -72,11 +76,24 @@ def each_kernel(problem: GpuProblem, stream: Any) -> list[tuple[str, DeviceRunne
     return [(name, stof_alone(problem, stream, name)) for name in names]
 
 
+def finding_keys(attributes: Mapping[str, float]) -> Callable[[GpuProblem, Any], DeviceRunner]:
+    """The library under the causal mask alone: it finds at run time which keys decide, and is checked against their mask."""
+
+    def made(problem: GpuProblem, stream: Any) -> DeviceRunner:
+        return stof_alone(baselines_sparse.CausalProblem(problem), stream, more=attributes)
+
+    return made
+
+
 _USUAL = ("paper", "long", "decode")
-_DENSE_GRIDS = tuple(g for g in GRIDS if g != "s2")  # there they run dense
+_DENSE_GRIDS = tuple(g for g in GRIDS if g not in ("s2", "run-time"))  # there they run dense
+_CAUSAL_GRIDS = ("s2", "run-time")
 CANDIDATES: tuple[GpuCandidate, ...] = (
     Candidate("stof", "stof", stof_alone, GRIDS),
     Candidate("stof-ort", "stof in ONNX Runtime", baselines_ort.stof_in_ort, _USUAL),
+    Candidate("stof-choose-blocks", "stof, choose-blocks", finding_keys(run_time.CHOOSE_BLOCKS), ("run-time",)),
+    Candidate("stof-skip-scores", "stof, skip-scores", finding_keys(run_time.SKIP_SCORES), ("run-time",)),
+    Candidate("stof-causal", "stof, every key", baselines_sparse.dense(stof_alone), ("run-time",)),
     Candidate("torch-cudnn", "torch SDPA, cuDNN", baselines_torch.cudnn, _DENSE_GRIDS),
     Candidate("torch-flash", "torch FlashAttention 2", baselines_torch.flash, _DENSE_GRIDS),
     Candidate("torch-efficient", "torch SDPA, memory-efficient + mask", baselines_torch.efficient, _USUAL),
@@ -86,9 +103,12 @@ CANDIDATES: tuple[GpuCandidate, ...] = (
     ),
     Candidate("flash-4", "FlashAttention 4", baselines_jit.flash4, ("masks", "paper", "long")),
     Candidate(
-        "flash-4-blocks", "FlashAttention 4, blocks and a mask function", baselines_jit.flash4_blocks, ("masks",)
+        "flash-4-blocks",
+        "FlashAttention 4, blocks and a mask function",
+        baselines_jit.flash4_blocks,
+        ("masks", "run-time"),
     ),
-    Candidate("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long")),
+    Candidate("cudnn-flex", "cuDNN flex attention", baselines_jit.cudnn_flex, ("masks", "paper", "long", "run-time")),
     Candidate("ort-mha", "ONNX Runtime MultiHeadAttention + bias", baselines_ort.multi_head, ("paper", "long")),
     Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, (*_USUAL, "cached")),
     Candidate("flashinfer", "FlashInfer decode", baselines_flashinfer.flashinfer_decode, ("cached",)),
@@ -104,15 +124,19 @@ CANDIDATES: tuple[GpuCandidate, ...] = (
         baselines_sparse.dense(baselines_ort.group_query),
         ("s2",),
     ),
-    Candidate("torch-cudnn-dense", "torch SDPA, cuDNN, dense", baselines_sparse.dense(baselines_torch.cudnn), ("s2",)),
     Candidate(
-        "torch-flash-dense", "torch FlashAttention 2, dense", baselines_sparse.dense(baselines_torch.flash), ("s2",)
+        "torch-cudnn-dense", "torch SDPA, cuDNN, dense", baselines_sparse.dense(baselines_torch.cudnn), _CAUSAL_GRIDS
+    ),
+    Candidate(
+        "torch-flash-dense",
+        "torch FlashAttention 2, dense",
+        baselines_sparse.dense(baselines_torch.flash),
+        _CAUSAL_GRIDS,
     ),
     Candidate("ort-sparse", "ONNX Runtime SparseAttention", baselines_sparse.sparse_attention, ("s2",)),
     Candidate("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.attention_23, _USUAL),
     Candidate("ort-exported", "ONNX Runtime, as exported", baselines_ort.exported, ("paper",)),
 )
-OWN = ("stof", "stof-ort")
 # Of the dense problem by which a full tile is timed.
 ANCHORS = ("stof", "torch-cudnn", "torch-flash", "flash-4")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The points of the GPU grids: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query),
-cached (one query that is appended to a KV cache), bits (an element mask in every tile) and s2 (masks per KV head).
+cached (one query that is appended to a KV cache), bits (an element mask in every tile), s2 (masks per KV head) and run-time (key
+blocks whose scores stand out).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.core.case import AttentionCase, named_mask
 
-GRIDS = ("masks", "paper", "long", "decode", "bits", "cached", "s2")
+GRIDS = ("masks", "paper", "long", "decode", "bits", "cached", "s2", "run-time")
 MASKS = (
     "dense", "causal", "window-128", "causal-1024", "longformer-128", "bigbird-23", "s2", "dilated-256",
 )  # fmt: skip
@@ -58,6 +59,11 @@ S2_PREFILLS: tuple[tuple[int, int, int, int, int, str, tuple[str, ...]], ...] = 
     (1, 32, 8, 32768, 128, "bfloat16", S2_MASKS),
     (4, 16, 16, 32768, 128, "bfloat16", ("s2-4", "s2-16", "s2-4-128", "s2-16-128")),
 )
+
+
+# Of causal prompts, 1 of so many key blocks stands out.
+RUN_TIME_MASKS = ("every-10", "every-4", "every-2")
+RUN_TIME_LENGTHS = (4096, 16384, 32768, 131072)
 
 
 def grid(
@@ -120,6 +126,11 @@ def grid(
                 for kind in named(masked) if kept([length], lengths) and kept([B], batches) else []:
                     expression, tables = named_mask(kind, length, H // G)
                     yield AttentionCase(name, kind, expression, B, H, G, S, length, D, dtype, tables)
+        case "run-time":
+            for length in kept(RUN_TIME_LENGTHS, lengths):
+                for kind in named(RUN_TIME_MASKS):
+                    expression, tables = named_mask(kind, length)
+                    yield AttentionCase(name, kind, expression, 1, 32, 8, length, length, 128, "bfloat16", tables)
         case "bits":
             for B, H, S, D in BITS_SHAPES:
                 for kind in named(("bits",)) if kept([S], lengths) else []:

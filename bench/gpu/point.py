@@ -9,10 +9,11 @@ from typing import Any
 
 from bench.core.case import AttentionCase
 from bench.core.point import Point, TimedTurns, describe_failure
-from bench.gpu.candidates import ANCHORS, OWN, each_kernel
+from bench.gpu.candidates import ANCHORS, each_kernel
 from bench.gpu.device import GpuDevice
 from bench.gpu.device_runner import DeviceRunner, GpuCandidate
 from bench.gpu.problem import LONG_ROWS, GpuProblem
+from bench.gpu.summary import OWN
 from bench.gpu.timing import CapturedLaunches, interleave_launches
 from stof.bench.results import Record
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.core import run_time
 from bench.core.candidate import require
 from bench.core.case import AttentionCase
 from bench.core.problem import AttentionProblem, MaskDensity
@@ -115,9 +116,15 @@ class GpuProblem(AttentionProblem):
         case, torch = self.case, self.torch
         random = torch.Generator(device=self.device).manual_seed(1000 * self._seed + number)
         shapes = [(case.B, case.H, case.S), (case.B, case.G, case.T), (case.B, case.G, case.T)]
-        return tuple(
+        q, k, v = (
             torch.randn(*shape, case.D, device=self.device, dtype=self.dtype, generator=random) for shape in shapes
         )
+        if case.grid == "run-time":  # the keys that the mask allows are those that decide
+            last = torch.tensor([case.T - 1], device=self.device)
+            decides = self.rows(torch.zeros(1, dtype=torch.long, device=self.device), last)[0, 0]
+            q[..., 0] = run_time.lift(case.D)
+            k[..., 0] = torch.where(decides, run_time.lift(case.D), 0.0).to(self.dtype)
+        return q, k, v
 
     @cached_property
     def allowed(self) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from bench.gpu.cases import anchor
 from bench.gpu.problem import LONG_ROWS, TILE
 from stof.bench.results import Record
 
-OWN = ("stof", "stof-ort")
+OWN = ("stof", "stof-ort", "stof-choose-blocks", "stof-skip-scores", "stof-causal")
 FLEX = "torch-flex"
 JIT = ("flash-4", "flash-4-blocks", "cudnn-flex")
 _LOSS = 0.97

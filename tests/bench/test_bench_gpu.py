@@ -59,6 +59,9 @@ def numpy_mask(case: AttentionCase) -> np.ndarray:
         "s2-16-128": (k <= q) & ((q // 128 - k // 128 < 4) | ((k // 128 + h // (case.H // case.G)) % 16 == 0)),
         "sinks-1024": (k <= q) & ((q - k < 1024) | (k < 4)),
         "slash-37": (k <= q) & ((q - k < 96) | (k % 37 == 0)),
+        "every-10": (k <= q) & (k // 128 % 10 == 0),
+        "every-4": (k <= q) & (k // 128 % 4 == 0),
+        "every-2": (k <= q) & (k // 128 % 2 == 0),
         "bigbird-23": (abs(q // 64 - k // 64) <= 1)
         | (q < 64)
         | (k < 64)
@@ -95,6 +98,7 @@ CASES = [
     *small("decode", (1024, 2048), heads=8),
     *small("s2", (1024,), heads=8),
     *small("cached", (1500,), heads=8),
+    *small("run-time", (1280,), heads=8),
 ]
 
 
@@ -158,6 +162,17 @@ def test_windows() -> None:
     assert window(case("abs(q - k) <= 23 and (q - k) % 2 == 0")) is None
 
 
+def test_keys_outside_the_mask_of_a_run_time_case_change_nothing() -> None:
+    problem = GpuProblem(small("run-time", (700,), heads=2)[0], device="cpu")
+    query, key, value = (x.double() for x in problem.sets()[0])
+    case = problem.case
+    scores = problem.scale * query @ key.repeat_interleave(case.H // case.G, 1).transpose(-1, -2)
+    causal = torch.ones(case.S, case.T, dtype=torch.bool).tril()
+    output = scores.masked_fill(~causal, -math.inf).softmax(-1) @ value.repeat_interleave(case.H // case.G, 1)
+    assert problem.error(output) < 1e-6
+    assert float(problem.dense.double().mean()) < 0.2
+
+
 def test_grids() -> None:
     assert len(list(cases.grid("paper"))) == 5 * 6 * 3
     assert len(list(cases.grid("masks"))) == 3 * 8 + 5 * 2 + 3 * 2
@@ -165,6 +180,7 @@ def test_grids() -> None:
     assert len(list(cases.grid("decode"))) == 3 * 8
     assert len(list(cases.grid("cached"))) == 27 + 22
     assert len(list(cases.grid("s2"))) == 7 * 4 + 13
+    assert len(list(cases.grid("run-time"))) == 4 * 3
     assert max(4 * c.B * c.G * c.T * c.D for c in cases.grid("cached")) < 31e9
     assert {c.T for c in cases.grid("cached", ["causal-1024"], batches=[64])} == {8192, 16384, 114688}
     assert {str(c) for c in cases.grid("paper", ["causal"], [512], [8])} == {"paper causal B8 H12 S512 D64 fp16"}
