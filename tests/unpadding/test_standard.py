@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With --emit standard everything but ONNX's Attention runs on real tokens, in a plain file that computes what the original does."""
+"""With --emit standard everything but ONNX's Attention runs on real tokens, in a plain file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from encoders import FLOAT, INT32, INT64, POOLINGS, Graph, check_same, encoder, feeds_for, masks, rows_of, session, unpadded
+from encoders import (
+    FLOAT,
+    INT32,
+    INT64,
+    POOLINGS,
+    Graph,
+    check_same,
+    encoder,
+    feeds_for,
+    masks,
+    rows_of,
+    session,
+    unpadded,
+)
 
 import stof
 from stof.errors import ArgumentError
