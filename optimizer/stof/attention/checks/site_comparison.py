@@ -249,7 +249,8 @@ def site_exactly(
 ) -> Exact:
     """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
-    Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds to the scores, never the lifted expression.
+    Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds
+    to the scores, never the lifted expression.
     """
     pick = sample.pick if sample is not None else np.asarray
     heads = sample.heads if sample is not None else np.arange(site.num_heads)
