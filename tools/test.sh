@@ -233,6 +233,11 @@ join
 if wants wheels; then
   begin 'wheels (all platforms)'
   bash tools/wheels.sh "$python"
+  if [ "$(uname -sm)" = 'Linux x86_64' ]; then # the optimizer, with the wheel's library, in a Python of Windows
+    bash tools/windows/python.sh "$python"
+    STOF_LIBRARY="Z:${PWD//\//\\}\\build\\wheels\\windows\\wheel\\stof\\lib\\stof_ort.dll" \
+      build/windows/python tests/portability/check_windows.py build/wheels/windows/cases/encoder.onnx
+  fi
   end
 fi
 

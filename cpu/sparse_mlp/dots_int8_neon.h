@@ -37,8 +37,8 @@ class ByteSums {
 // Bytes less 128, as signed ones.
 inline int8x16_t SubtractOffset(uint8x16_t bytes) { return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(0x80))); }
 
-// values[0, count) = x * inverse, rounded to nearest even; returns their sum.
-inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t* values) {
+// RoundToInt8 by vectors of 8: returns how many values are written, and adds them to *sum.
+inline int64_t RoundVectorsToInt8(const float* x, int64_t count, float inverse, int8_t* values, int32_t* sum) {
   int32x4_t sums = vdupq_n_s32(0);
   int64_t k = 0;
   for (; k + 8 <= count; k += 8) {
@@ -47,13 +47,8 @@ inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t*
     sums = vaddq_s32(sums, vaddq_s32(low, high));
     vst1_s8(values + k, vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high))));
   }
-  int32_t sum = vaddvq_s32(sums);
-  for (; k < count; ++k) {
-    const auto q = static_cast<int32_t>(__builtin_nearbyintf(x[k] * inverse));
-    values[k] = static_cast<int8_t>(q);
-    sum += q;
-  }
-  return sum;
+  *sum += vaddvq_s32(sums);
+  return k;
 }
 
 // In each vector of 4-bit values the even ones come first: a byte of two values then needs no unpacking.

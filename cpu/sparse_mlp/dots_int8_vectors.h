@@ -38,8 +38,8 @@ constexpr int64_t LaneValues(int bits) { return 32 / bits; }
 constexpr int64_t VectorValues(int bits) { return kInt8Bytes * 8 / bits; }
 
 #if defined(__AVX2__)
-// values[0, count) = x * inverse, rounded to nearest even; returns their sum.
-inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t* values) {
+// RoundToInt8 by vectors of 8: returns how many values are written, and adds them to *sum.
+inline int64_t RoundVectorsToInt8(const float* x, int64_t count, float inverse, int8_t* values, int32_t* sum) {
   const __m256 factor = _mm256_set1_ps(inverse);
   __m256i sums = _mm256_setzero_si256();
   int64_t k = 0;
@@ -51,14 +51,8 @@ inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t*
   }
   int32_t lanes[8];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sums);
-  int32_t sum = 0;
-  for (const int32_t lane : lanes) sum += lane;
-  for (; k < count; ++k) {
-    const auto q = static_cast<int32_t>(__builtin_nearbyintf(x[k] * inverse));
-    values[k] = static_cast<int8_t>(q);
-    sum += q;
-  }
-  return sum;
+  for (const int32_t lane : lanes) *sum += lane;
+  return k;
 }
 
 // In each vector of 4-bit values the even ones come first: a byte of two values then needs no unpacking.
@@ -78,16 +72,19 @@ inline void PutEvenFirst(int64_t count, int8_t* values) {
   }
 }
 #elif !defined(STOF_NEON)
+inline int64_t RoundVectorsToInt8(const float*, int64_t, float, int8_t*, int32_t*) { return 0; }
+#endif
+
+// values[0, count) = x * inverse, rounded to nearest even; returns their sum.
 inline int32_t RoundToInt8(const float* x, int64_t count, float inverse, int8_t* values) {
   int32_t sum = 0;
-  for (int64_t k = 0; k < count; ++k) {
+  for (int64_t k = RoundVectorsToInt8(x, count, inverse, values, &sum); k < count; ++k) {
     const auto q = static_cast<int32_t>(__builtin_nearbyintf(x[k] * inverse));
     values[k] = static_cast<int8_t>(q);
     sum += q;
   }
   return sum;
 }
-#endif
 
 // The scale of values that are rounded to int8 together, and what a value is multiplied by. A block with NaN or
 // infinity gets a NaN scale: its dot products are NaN.

@@ -98,6 +98,7 @@ class Job:
         inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
         settings: what the options of its own say to an op, by its key.
         facts: of the model that was interpreted last.
+        earlier: what the ops before this one have decided.
     """
 
     options: Options
@@ -114,6 +115,7 @@ class Job:
     inputs: Callable[[], ModelInputs] | None = None
     settings: Mapping[str, OpSettings] = field(default_factory=dict)
     facts: Interpretation = field(default_factory=Interpretation)
+    earlier: tuple[Decisions, ...] = ()
 
     @property
     def target(self) -> Target:

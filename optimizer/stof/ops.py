@@ -12,7 +12,8 @@ from stof.fusion.rewrite import FUSION
 from stof.op_rewrite import OpRewrite
 from stof.sparse_mlp.rewrite import SPARSE_MLP
 from stof.unpadding.rewrite import UNPADDING
+from stof.unpadding.standard import STANDARD_UNPADDING
 
 OPS: tuple[OpRewrite[Any, Any, Any], ...] = (CACHED_ATTENTION, ATTENTION, UNPADDING, SPARSE_MLP, FUSION)
-STANDARD_OPS: tuple[OpRewrite[Any, Any, Any], ...] = (STANDARD_ATTENTION,)  # of ``--emit standard``
+STANDARD_OPS: tuple[OpRewrite[Any, Any, Any], ...] = (STANDARD_ATTENTION, STANDARD_UNPADDING)  # of ``--emit standard``
 PLAN_FORMATS = {op.key: op.plan_format for op in OPS}

@@ -197,7 +197,6 @@ class Options:
             "sparse_mlp": bool(self.sparse_mlp),
             "tune": bool(self.tune),
             "chains 'on'": self.chains == "on",
-            "unpad 'on'": self.unpad == "on",
             "unpad_capacity": bool(self.unpad_capacity),
             f"target {self.target!r}": self.tuned_for is not CPU,
         }

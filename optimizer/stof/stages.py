@@ -165,6 +165,7 @@ def find_model_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
 
 
 def _decide(job: Job, op: OpRewrite[Any, Any, Any], previous: Stage | None) -> Stage:
+    job = replace(job, earlier=tuple(s.decided for s in _stages_up_to(previous)))
     watch = ModelWatch(op.key, job.model)
     with watch.step("find"):
         candidates = op.find(job, lambda: watch.see(_model_after(job, previous)))
@@ -173,6 +174,10 @@ def _decide(job: Job, op: OpRewrite[Any, Any, Any], previous: Stage | None) -> S
     with watch.step("decide"):
         decided = op.decide(job, described)
     return Stage(job, op, decided, previous)
+
+
+def _stages_up_to(stage: Stage | None) -> list[Stage]:
+    return [] if stage is None else [*_stages_up_to(stage.previous), stage]
 
 
 def _model_after(job: Job, stage: Stage | None) -> onnx.ModelProto:

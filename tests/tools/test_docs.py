@@ -227,3 +227,12 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     keys = {key for found in (*objects, report["library"], *timed, folder) for key in found}
     tables = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/reference/report-format.md").read_text(), re.MULTILINE)
     assert {key for cell in tables for key in re.findall(r"`(\w+)`", cell)} == keys
+
+
+def test_every_page_is_in_the_site() -> None:
+    """mkdocs.yml names each page of docs/; the site's own build, in `make test-all`, refuses others, too."""
+    named = set(re.findall(r"^ *- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    missing = sorted(p for p in pages - named if not p.endswith("README.md"))
+    assert not missing, f"mkdocs.yml lacks {', '.join(missing)}"
+    assert {"guide/quickstart.md", "design/neon.md"} <= named

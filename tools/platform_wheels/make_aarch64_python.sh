@@ -3,11 +3,12 @@
 # Usage: make_aarch64_python.sh FOLDER
 # Makes a Python for 64-bit Arm that QEMU runs: FOLDER/root has Debian's packages, unpacked and not installed, and FOLDER/env
 # the environment, whose bin/python starts the emulator. Child processes that Python starts by sys.executable run likewise.
-# Uses the Debian release of this machine.
+# Uses the Debian release of this machine. STOF_QEMU may name another emulator, QEMU_CPU a processor of it.
 set -euo pipefail
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
-for tool in qemu-aarch64-static apt-get dpkg-deb; do
+qemu=${STOF_QEMU:-qemu-aarch64-static}
+for tool in "$qemu" apt-get dpkg-deb; do
   command -v "$tool" >/dev/null || { echo "make_aarch64_python.sh: no $tool; apt-get install qemu-user-static on Debian" >&2; exit 1; }
 done
 root=$folder/root env=$folder/env
@@ -44,6 +45,6 @@ site=$env/lib/$version/site-packages
 mkdir -p "$env/bin" "$site"
 printf 'home = %s\ninclude-system-site-packages = false\n' "$root/usr/bin" >"$env/pyvenv.cfg"
 # The name that the emulator gives the program is that of this script: Python finds the environment, and itself, by it.
-printf '#!/bin/sh\nexec qemu-aarch64-static -0 "%s" -L "%s" "%s" "$@"\n' "$env/bin/python" "$root" "$interpreter" >"$env/bin/python"
+printf '#!/bin/sh\nexec "%s" -0 "%s" -L "%s" "%s" "$@"\n' "$qemu" "$env/bin/python" "$root" "$interpreter" >"$env/bin/python"
 chmod +x "$env/bin/python"
 "$env/bin/python" -c 'import platform; assert platform.machine() == "aarch64"'

@@ -40,10 +40,11 @@ $environment/bin/python tools/windows/complex_numbers.py "$root"
 cat >"$root/python" <<SCRIPT
 #!/usr/bin/env bash
 # Windows' Python: paths begin with Z:. Its standard streams must not be files, which Wine 8 refuses.
-export WINEPREFIX=$root/prefix WINEDEBUG=\${WINEDEBUG:--all}
+# Outside of the sources: Wine's drive Z is a link to all files of this machine, which tools that walk the folder would follow.
+export WINEPREFIX=\${TMPDIR:-/tmp}/stof-wine-\$UID WINEDEBUG=\${WINEDEBUG:--all}
 set -o pipefail
+[ -e "\$WINEPREFIX/system.reg" ] || "$wine" reg add 'HKCU\Software\Wine' /v Version /d win10 /f 2>&1 </dev/null | tail -1
 "$wine" '$root/cp312/python.exe' "\$@" 2>&1 </dev/null | cat
 SCRIPT
 chmod +x "$root/python"
-WINEPREFIX=$root/prefix WINEDEBUG=-all "$wine" reg add 'HKCU\Software\Wine' /v Version /d win10 /f 2>&1 | tail -1
 "$root/python" -c 'import sys, numpy, onnx, onnxruntime; print(sys.version)'

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import onnx
@@ -39,11 +39,13 @@ class PaddedBatches:
         model: the model; its attentions are StofAttention nodes.
         symbolic: of the model; None: it has no padded batch.
         results: one for each mask.
+        written: the model that is rewritten, with nodes of the same indices.
     """
 
     model: onnx.ModelProto | None = None
     symbolic: Symbolic | None = None
     results: tuple[MaskResult, ...] = ()
+    written: onnx.ModelProto | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +89,29 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
     def find(self, job: Job, model: Callable[[], onnx.ModelProto]) -> PaddedBatches:
         if _is_left_out(job):
             return PaddedBatches()
-        before = model()
+        written = model()
+        before = self.describe_attentions(job, written)
         if not any(may_have_padding(n) for n in before.graph.node):
             return PaddedBatches(before)
         with job.step("unpadding"):
             symbolic = job.facts.of(before)
             zero_outputs = job.options.unpad == "on"
             results = tuple(find_regions(before, symbolic, opset_of(before), zero_outputs))
-        return PaddedBatches(before, symbolic if results else None, results)
+        return PaddedBatches(before, symbolic if results else None, results, written)
+
+    def describe_attentions(self, job: Job, model: onnx.ModelProto) -> onnx.ModelProto:
+        """A model with the same nodes, of which those that compute attention are StofAttention and state their masks."""
+        return model
+
+    def computed_region(self, region: UnpaddedRegion) -> UnpaddedRegion:
+        """The nodes of a region that compute real tokens alone, where attention may read padded copies."""
+        return region
+
+    def write(self, batches: PaddedBatches, regions: Iterable[UnpaddedRegion]) -> onnx.ModelProto:
+        """A copy of the model in which regions run on real tokens."""
+        assert batches.model is not None
+        assert batches.symbolic is not None
+        return emit_regions(batches.model, batches.symbolic, list(regions))
 
     def describe(self, job: Job, batches: PaddedBatches) -> PaddedBatches:
         return batches  # a region is frozen, and no kernel chooses by it
@@ -114,7 +131,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                 reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
             gains: tuple[float, ...] = ()
             if region is not None and model is not None and described.symbolic is not None:
-                gains = estimate_gains(model, described.symbolic, [region])
+                gains = estimate_gains(model, described.symbolic, [self.computed_region(region)])
                 if not gains and not region.sites:
                     reason = "no matmul computes the keys and values of its attention from tokens"
             if not job.target.packs_sequences:
@@ -155,11 +172,8 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
 
     def emit(self, job: Job, decided: Decisions) -> onnx.ModelProto:
         assert isinstance(decided, UnpadDecisions)
-        batches = decided.batches
-        assert batches.model is not None
-        assert batches.symbolic is not None
         with job.step("emit"):
-            return emit_regions(batches.model, batches.symbolic, decided.regions)
+            return self.write(decided.batches, decided.regions)
 
     def stated_form(self, model: onnx.ModelProto, decided: Decisions) -> onnx.ModelProto:
         assert isinstance(decided, UnpadDecisions)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fused_attention_nodes import forced, run
 from onnx import TensorProto, helper, parser
 from onnx.backend.test.case.node import collect_testcases
 from onnx.reference import ReferenceEvaluator
+from score_graphs import POSITIONS, Meaning, allowed, attend
 
 from stof.attention.expand.expanders import make_working_copy
 from stof.attention.expand.flex_attention import PREVIEW
@@ -23,31 +23,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of other operators' tests, which are made with these
     STORED = {c.name: c for c in collect_testcases(None) if c.name.startswith("test_flexattention")}
 
-Scores = Callable[[np.ndarray, dict[str, np.ndarray]], np.ndarray]
-# Positions of queries (qs, [S, 1]) and keys (ks, [1, T]) of scores s.
-POSITIONS = """
-    zero = Constant <value = int64 {0}> ()
-    one = Constant <value = int64 {1}> ()
-    first = Constant <value = int64[1] {0}> ()
-    last = Constant <value = int64[1] {1}> ()
-    qn1 = Shape <start = 2, end = 3> (s)
-    kn1 = Shape <start = 3, end = 4> (s)
-    qn = Squeeze (qn1, first)
-    kn = Squeeze (kn1, first)
-    qr = Range (zero, qn, one)
-    kr = Range (zero, kn, one)
-    qs = Unsqueeze (qr, last)
-    ks = Unsqueeze (kr, first)
-    lowest = Constant <value = float {-inf}> ()
-"""
-
 
 @dataclass(frozen=True)
 class Mod:
     """A score_mod: the body of its graph from s to o, what it means in fp64, and what the site has then."""
 
     body: str
-    meaning: Scores
+    meaning: Meaning
     mask: str = ""
     note: str = ""
     extra: tuple[tuple[str, int, tuple[int | str, ...]], ...] = ()  # inputs of the model that it captures
@@ -58,21 +40,16 @@ def indices(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(scores.shape[2])[:, None], np.arange(scores.shape[3])[None]
 
 
-def masked(condition: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Scores:
-    """-inf where a condition on the positions of query and key does not hold."""
-    return lambda s, _: np.where(condition(*indices(s)), s, -np.inf)
-
-
 WINDOW = """
     d = Sub (qs, ks)
     a = Abs (d)
     two = Constant <value = int64 {2}> ()
     near = LessOrEqual (a, two)
-    o = Where (near, s, lowest)
+    o = Where (near, s, inf)
 """
 CAUSAL = """
     before = LessOrEqual (ks, qs)
-    m = Where (before, s, lowest)
+    m = Where (before, s, inf)
 """
 CAP = """
     cap = Constant <value = float {1.5}> ()
@@ -86,12 +63,12 @@ DOCUMENTS = """
     d1 = Unsqueeze (documents, axes1)
     d2 = Unsqueeze (documents, axes2)
     same = Equal (d1, d2)
-    o = Where (same, s, lowest)
+    o = Where (same, s, inf)
 """
 PADDING = """
     axes = Constant <value = int64[2] {1, 2}> ()
     p = Unsqueeze (pad, axes)
-    o = Where (p, s, lowest)
+    o = Where (p, s, inf)
 """
 SLOPES = """
     d = Sub (ks, qs)
@@ -100,7 +77,7 @@ SLOPES = """
     b = Mul (df, slopes)
     before = LessOrEqual (ks, qs)
     biased = Add (s, b)
-    o = Where (before, biased, lowest)
+    o = Where (before, biased, inf)
 """
 
 
@@ -129,8 +106,8 @@ def padding(scores: np.ndarray, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 MODS = {
     "none": Mod("", lambda s, _: s),
-    "causal": Mod(POSITIONS + CAUSAL.replace("m = ", "o = "), masked(lambda q, k: k <= q), "k <= q"),
-    "window": Mod(POSITIONS + WINDOW, masked(lambda q, k: abs(q - k) <= 2), "abs(q - k) <= 2"),
+    "causal": Mod(POSITIONS + CAUSAL.replace("m = ", "o = "), allowed(lambda q, k, _: k <= q), "k <= q"),
+    "window": Mod(POSITIONS + WINDOW, allowed(lambda q, k, _: abs(q - k) <= 2), "abs(q - k) <= 2"),
     "soft cap": Mod(CAP, cap),
     "slopes under a causal mask": Mod(POSITIONS + SLOPES, slopes, "k <= q", "stays a bias"),
     "documents that it captures": Mod(
@@ -189,13 +166,11 @@ def draw(given: onnx.ModelProto, batch: int, length: int, seed: int) -> dict[str
     return feeds
 
 
-def define(feeds: dict[str, np.ndarray], meaning: Scores) -> np.ndarray:
+def define(feeds: dict[str, np.ndarray], meaning: Meaning) -> np.ndarray:
     """FlexAttention in fp64: what its specification says, without its words."""
-    q, k, v = (feeds[n].astype(np.float64) for n in "qkv")
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = meaning(q @ np.swapaxes(k, 2, 3) / np.sqrt(q.shape[-1]), feeds)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ v
+    return attend(
+        feeds["q"], feeds["k"], feeds["v"], feeds["q"].shape[-1] ** -0.5, lambda scores: meaning(scores, feeds)
+    )
 
 
 @pytest.mark.parametrize("name", MODS)

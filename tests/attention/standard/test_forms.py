@@ -14,6 +14,7 @@ import pytest
 from fused_attention_nodes import run
 from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
+from score_graphs import POSITIONS, Feeds, Meaning, allowed, attend
 from standard_models import force_standard
 
 from stof.attention.standard import decide
@@ -23,26 +24,6 @@ from stof.graph.index import all_nodes, opset_of
 from stof.mask.site import AttentionSite
 
 H, D = 4, 8
-Feeds = dict[str, np.ndarray]
-Meaning = Callable[[np.ndarray, Feeds], np.ndarray]  # of scores [B, H, S, T]
-
-POSITIONS = """
-    zero = Constant <value = int64 {0}> ()
-    one = Constant <value = int64 {1}> ()
-    a0 = Constant <value = int64[1] {0}> ()
-    a1 = Constant <value = int64[1] {1}> ()
-    qn1 = Shape <start = 2, end = 3> (s)
-    kn1 = Shape <start = 3, end = 4> (s)
-    qn = Squeeze (qn1, a0)
-    kn = Squeeze (kn1, a0)
-    qr = Range (zero, qn, one)
-    kr = Range (zero, kn, one)
-    qs = Unsqueeze (qr, a1)
-    ks = Unsqueeze (kr, a0)
-    inf = Constant <value = float {-inf}> ()
-    lowest = Constant <value = float {-3.4028234663852886e38}> ()
-    nothing = Constant <value = float {0.0}> ()
-"""
 GUARD = """
     isnan = IsNaN (p0)
     guarded = Constant <value = float {0.0}> ()
@@ -134,26 +115,11 @@ class Form:
         q, k, v = (feeds[n].astype(np.float64) for n in "qkv")
         if self.rank == 3:
             q, k, v = (x.reshape(*x.shape[:2], -1, D).transpose(0, 2, 1, 3) for x in (q, k, v))
-        k, v = (np.repeat(x, H // self.groups, axis=1) for x in (k, v))
         if "temperature" in feeds:
             q = q * feeds["temperature"]
-        scores = self.meaning(q @ np.swapaxes(k, 2, 3) * 0.25, feeds)
-        with np.errstate(invalid="ignore"):
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights = weights / weights.sum(-1, keepdims=True)
-        weights = np.nan_to_num(weights) if self.guard else weights
-        out = weights @ v
+        out = attend(q, k, v, 0.25, lambda scores: self.meaning(scores, feeds))
+        out = np.nan_to_num(out) if self.guard else out
         return out.transpose(0, 2, 1, 3).reshape(out.shape[0], out.shape[2], -1) if self.rank == 3 else out
-
-
-def allowed(condition: Callable[[np.ndarray, np.ndarray, Feeds], np.ndarray], fill: float = -np.inf) -> Meaning:
-    """A condition on positions q [S, 1] and k [1, T], and on the inputs; ``fill`` in the place of other scores."""
-
-    def mean(scores: np.ndarray, feeds: Feeds) -> np.ndarray:
-        q, k = np.arange(scores.shape[2])[:, None], np.arange(scores.shape[3])[None]
-        return np.where(condition(q, k, feeds), scores, fill)
-
-    return mean
 
 
 def ragged(rng: np.random.Generator, batch: int, _: int, keys: int) -> np.ndarray:

@@ -12,8 +12,9 @@ import onnx
 import pytest
 from fused_attention_nodes import INT32, Fused, Given, run
 from onnx import parser, version_converter
+from score_graphs import allowed
 from standard_models import force_standard
-from test_forms import CAUSAL, FORMS, PADDING, WINDOW, Form, allowed, is_real, ragged
+from test_forms import CAUSAL, FORMS, PADDING, WINDOW, Form, is_real, ragged
 
 import stof
 from stof.attention.expand.flex_attention import PREVIEW

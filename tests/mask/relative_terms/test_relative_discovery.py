@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ import pytest
 from zoo_graphs import draw_feed, fill_graph
 
 import build
+import stof
 from stof.attention.describe import site_describer
 from stof.attention.describe.site_describer import DescribedSite, SiteDescriber
 from stof.attention.emit import Rewrite, emit
@@ -214,3 +216,15 @@ def test_terms_times_other_values_stay_a_bias(monkeypatch: pytest.MonkeyPatch) -
 def test_stored_names() -> None:
     """Each stored graph of relative terms is in the manifest."""
     assert len([n for n in build.names() if n.startswith("relative/")]) == 19
+
+
+@pytest.mark.parametrize("name", ["relative/parakeet.torchscript.eager", "relative/deberta-v3.torchscript.eager"])
+def test_a_plan_of_a_dry_run_is_taken(name: str, tmp_path: Path) -> None:
+    """The mask of a plan is that of the split terms where relative terms need these; it counts as lifted all the same."""
+    source, target, plan, again = (tmp_path / n for n in ("m.onnx", "o.onnx", "plan.json", "again.json"))
+    onnx.save(fill_graph(name), source)
+    stof.optimize(source, options=Options(dry_run=True, save_plan=plan))
+    report = stof.optimize(source, target, Options(plan=plan, save_plan=again, verify=False))
+    assert [s.replaced for s in report.sites] == [True] * len(report.sites)
+    assert all(any("relative_" in note for note in s.notes) for s in report.sites)
+    assert plan.read_bytes() == again.read_bytes()

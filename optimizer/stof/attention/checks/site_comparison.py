@@ -26,6 +26,7 @@ SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 _SOFT_FILL = -5e3  # a row whose largest score is lower has no key
 _DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
 _ULPS = 4
+_ORDERS = (1, -1, 7, -5)  # strides by which fp32 sums of a score take the elements of a head
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,12 @@ def compare_result(
     ulps = _ULPS * ulp_of_largest(original, original.dtype)
     parts = (good & rows[..., None], good & ~rows[..., None]) if soft else (good,)
     worst, budget, detail = _find_largest_difference(parts, errors, baseline_errors, ulps, sample)
+    if np.isfinite(worst) and worst > budget:
+        # The original's sums have one order, by chance a good one: large scores of others may be rounded further.
+        others = [site_exactly(*captured, np.float32, sample, order).output - exact for order in _ORDERS]
+        rounded = np.max([np.abs(np.where(np.isfinite(o), o, 0.0)) for o in others], axis=0)
+        legal_errors = np.maximum(baseline_errors, np.where(rows[..., None], rounded, 0.0))
+        worst, budget, detail = _find_largest_difference(parts, errors, legal_errors, ulps, sample)
     compared = int(good.sum())
     ignored = int((np.isfinite(baseline) & ~good).sum())
     coverage = Coverage(compared, baseline.size - compared - ignored, ignored, left_out=total - baseline.size)
@@ -238,10 +245,12 @@ def site_exactly(
     arrays: Mapping[str, np.ndarray],
     dtype: type[np.floating[Any]] = np.float64,
     sample: RowSample | None = None,
+    stride: int = 1,
 ) -> Exact:
     """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
-    Reads what the graph itself adds to the scores, never the lifted expression.
+    Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds
+    to the scores, never the lifted expression.
     """
     pick = sample.pick if sample is not None else np.asarray
     heads = sample.heads if sample is not None else np.arange(site.num_heads)
@@ -249,7 +258,8 @@ def site_exactly(
     shared = heads // (site.num_heads // site.kv_num_heads)  # the head of key and value of each head
     k = heads_in_layout(_lay_out(arrays, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
     v = heads_in_layout(_lay_out(arrays, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
-    scores = np.matmul(q, k.swapaxes(2, 3)) * dtype(site.scale)
+    order = np.argsort(np.arange(q.shape[-1]) * stride % max(q.shape[-1], 1), kind="stable")
+    scores = np.matmul(q[..., order], k[..., order].swapaxes(2, 3)) * dtype(site.scale)
     if site.query_factor is not None:
         factor = pick(arrays[site.query_factor[1]]).astype(dtype)
         scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor

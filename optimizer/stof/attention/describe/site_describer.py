@@ -233,10 +233,15 @@ class SiteDescriber:
             mask = self._lift_once(site)
         except UnsupportedError:
             mask = None
+        if mask is not None and _is_text_of(entry.mask, mask.expression):
+            return mask
+        if mask is not None and mask.bias and self._roles():
+            # The plan may have the mask of the split terms, which relative terms need and are looked for later.
+            split = split_filled_terms(self.checker.index, self.symbolic, site, mask.bias)
+            if split != site and self._may_split(split, entry):
+                return mask
         # A mask that was edited, or stated when the plan was made, counts as stated.
-        if mask is None or not _is_text_of(entry.mask, mask.expression):
-            return state(self.symbolic, site, entry.mask, self.checker)
-        return mask
+        return state(self.symbolic, site, entry.mask, self.checker)
 
 
 def _is_text_of(text: str, expression: MaskExpression) -> bool:
