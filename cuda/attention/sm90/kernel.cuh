@@ -16,11 +16,11 @@
 #include "cuda/attention/sm90/api.h"
 #include "cuda/attention/sm90/combine.cuh"
 #include "cuda/attention/sm90/config.cuh"
+#include "cuda/attention/sm90/int8/mma.cuh"
 #include "cuda/attention/sm90/skip_test.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm90.cuh"
-#include "cuda/common/mma_sm90_8bit.cuh"
 #include "cuda/mask/fragments.h"
 
 namespace stof {
@@ -402,8 +402,8 @@ class Sm90Attention {
 
   // ---- 8-bit operands: cuda/attention/sm90/int8/tiles.cuh ----
   static constexpr int kWeightWords = S::kFp8 ? kScores / 4 : kScores / 2;
-  // Scales of a KV tile: from a thread's accumulators to scores in units of log2, for two rows, the first 8 keys and the
-  // others; and of its values.
+  // Scales of a KV tile: from a thread's accumulators to scores in units of log2, for two rows, the first 8 keys and
+  // the others; and of its values.
   struct TileScales {
     float first[2], others[2], value;
   };

@@ -106,8 +106,7 @@ struct ShapeOf<Head<kHead>, Tile<kRows, kKeys>, Stages<kStages>, QueryStages<kQu
 // A row of a table.
 template <typename T, typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
           typename Splits_ = Splits<1>, ScoreMod kScoreMod = ScoreMod::kNone, bool kPingPongEnds = false,
-          bool kDynamic = false, bool kSkipsByScore = false,
-          Operands kOperands = Operands::k16Bit>
+          bool kDynamic = false, bool kSkipsByScore = false, Operands kOperands = Operands::k16Bit>
 constexpr KernelEntry MakeKernel(RowNs row, FullNs full, PartialNs partial, NsPerMib per_mib = {}, SoloPct solo = {}) {
   using Shape = ShapeOf<Head_, Tile_, Stages_, QueryStages_, Pipelines_, Splits_, kScoreMod, kPingPongEnds, kDynamic,
                         kSkipsByScore, kOperands>;

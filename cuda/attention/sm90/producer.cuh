@@ -391,8 +391,8 @@ __device__ __forceinline__ void Sm90Attention<S, T>::CopyKeys(int stage, int til
   const uint32_t full = Barrier(kKeyFull, stage), to = base_ + S::kKeys + stage * S::kKeyBytes;
 #pragma unroll
   for (int c = 0; c < kHead / S::kInnerAtom; ++c) {
-    CopyTensor(to + c * S::kN * S::kInnerSpan, &p_.key, full, c * S::kInnerAtom,
-               tile * S::kN, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
+    CopyTensor(to + c * S::kN * S::kInnerSpan, &p_.key, full, c * S::kInnerAtom, tile * S::kN, p_.key_step_h * cursor.g,
+               p_.key_step_b * cursor.b);
   }
   if constexpr (S::kInt8) {
     const AttentionParams& p = p_.attention;
@@ -409,7 +409,8 @@ __device__ __forceinline__ void Sm90Attention<S, T>::CopyValues(int stage, int t
     CopyTensor(to, &p_.value, full, tile * S::kN, 0, h, b);
   } else {
 #pragma unroll
-    for (int c = 0; c < kHead / kAtom; ++c) CopyTensor(to + c * S::kN * 128, &p_.value, full, c * kAtom, tile * S::kN, h, b);
+    for (int c = 0; c < kHead / kAtom; ++c)
+      CopyTensor(to + c * S::kN * 128, &p_.value, full, c * kAtom, tile * S::kN, h, b);
   }
 }
 

@@ -79,9 +79,9 @@ class Softmax {
     return __any_sync(~0u, !known || top >= __float_as_int(S::kSlack) || sums >= __float_as_int(S::kMostWeight)) != 0;
   }
 
-  // Raises the row max where a score exceeds it by S::kSlack. Scores are in units of log2 once multiplied by `scale`, less
-  // `base`. Subtracts the new row max, sets the factors that rescale earlier sums and outputs, and computes the eager
-  // weights again. kFirst: the first tile of a row, without earlier row max and sums; else scale is 1.
+  // Raises the row max where a score exceeds it by S::kSlack. Scores are in units of log2 once multiplied by `scale`,
+  // less `base`. Subtracts the new row max, sets the factors that rescale earlier sums and outputs, and computes the
+  // eager weights again. kFirst: the first tile of a row, without earlier row max and sums; else scale is 1.
   template <bool kFirst>
   static __device__ __forceinline__ void RaiseMax(float scale, const float (&base)[2], float (&s)[kScores],
                                                   EagerWeights* eager, float (&row_max)[2], float (&factor)[2],

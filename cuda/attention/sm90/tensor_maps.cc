@@ -38,8 +38,8 @@ bool Describe(const View& view, CUtensorMapDataType type, uint32_t box_rows, CUt
   const cuuint32_t box[4] = {span / static_cast<uint32_t>(item), box_rows, 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   return encode(map, type, 4, const_cast<void*>(view.data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                span == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                span == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Further device functions on emulated CTAs, for the attention kernels: named barriers, stores by TMA, wgmma with A in
-// registers, and 8-bit wgmma with the fragments of the PTX ISA. It also stands for cuda/common/mma_sm90_8bit.cuh.
+// registers, and 8-bit wgmma with the fragments of the PTX ISA. It also stands for cuda/attention/sm90/int8/mma.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "tests/cpp/emulated_sm90/float8.h"
+#include "tests/cpp/int8_attention/float8.h"
 
-#define STOF_CUDA_COMMON_MMA_SM90_8BIT_CUH_
+#define STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_
 
 struct alignas(16) float4 {
   float x, y, z, w;

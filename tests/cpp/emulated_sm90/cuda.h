@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of the driver's header: what a TMA map of a dense tensor [batches, heads, rows, size] says. A swizzled row of
-// its boxes has `span` bytes.
+// In place of the driver's header: what a TMA map of a dense tensor [batches, heads, rows, size] says. A swizzled row
+// of its boxes has `span` bytes.
 #pragma once
 #include <cstdint>
 

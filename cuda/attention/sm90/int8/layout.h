@@ -25,9 +25,7 @@ STOF_HD constexpr int KeyGroupOf(int key) { return (key < 8 ? 0 : 4) + key % 8 /
 
 // Where the transposed values of a tile have a key: the order in which a thread's scores are its A fragment of an 8-bit
 // wgmma. Within 16 keys, thread t has keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, and the fragment columns 4 t to 4 t + 3.
-STOF_HD constexpr int ValueColumnOf(int key) {
-  return key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2;
-}
+STOF_HD constexpr int ValueColumnOf(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2; }
 
 // Partial sums of the keys of a head, by ranges of keys.
 STOF_HD constexpr int KeySumParts(int64_t keys) {
@@ -66,11 +64,11 @@ struct Int8Layout {
 
 struct Int8Params {
   AttentionParams attention;
-  int32_t tiles = 0, parts = 0;   // KV tiles and partial sums of a head
-  int32_t key_ctas = 0;           // of the quantization kernel: one a KV tile, the others have queries
+  int32_t tiles = 0, parts = 0;  // KV tiles and partial sums of a head
+  int32_t key_ctas = 0;          // of the quantization kernel: one a KV tile, the others have queries
   int8_t* query = nullptr;
   int8_t* key = nullptr;
-  uint8_t* value = nullptr;       // nullptr: values stay as they are
+  uint8_t* value = nullptr;  // nullptr: values stay as they are
   float* query_scales = nullptr;
   float* query_shifts = nullptr;  // nullptr: not wanted
   float* tile_scales = nullptr;

@@ -5,16 +5,16 @@
 #define STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
 
 #include "cuda/attention/sm90/int8/layout.h"
+#include "cuda/attention/sm90/int8/mma.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/math.h"
-#include "cuda/common/mma_sm90_8bit.cuh"
 
 namespace stof {
 namespace cuda {
 namespace int8 {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 8;       // of a thread, 16 bytes of the inputs
+constexpr int kColumns = 8;  // of a thread, 16 bytes of the inputs
 constexpr int kQueriesOfCta = 64;
 constexpr float kLeastScale = 0x1p-60f;  // so that no product of two scales is 0, which would make -inf a NaN
 constexpr float kMostInt8 = 127.0f, kMostFp8 = 448.0f;
@@ -104,8 +104,8 @@ class Quantizer {
  public:
   struct Shared {
     float mean[kHead];
-    float largest[kKeyGroups + 1];                // of every key group, and of the values
-    uint32_t values[kHead][kWordsOfTile + 1];     // one more against bank conflicts
+    float largest[kKeyGroups + 1];             // of every key group, and of the values
+    uint32_t values[kHead][kWordsOfTile + 1];  // one more against bank conflicts
   };
 
   __device__ Quantizer(const Int8Params& params, Shared* shared)

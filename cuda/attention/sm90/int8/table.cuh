@@ -16,7 +16,7 @@ struct Int8Kernels {
   template <typename T, int kStages, Operands kOperands>
   static constexpr KernelEntry kTable[] = {
       MakeKernel<T, Head_, Tile<128, kInt8TileKeys>, Stages<kStages>, QueryStages<2>, Pipelines<1>, Splits<1>,
-                 ScoreMod::kNone, kPingPong, false, false, kOperands>(RowNs{2500}, FullNs{900}, PartialNs{1040})};
+                 ScoreMod::kNone, kPingPong, false, false, kOperands>(RowNs{2500}, FullNs{1100}, PartialNs{1240})};
 
   static KernelTable Find(const KernelProblem& problem) {
     const bool bf16 = problem.dtype == DType::kBF16;

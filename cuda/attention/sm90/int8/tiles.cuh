@@ -11,8 +11,8 @@ namespace cuda {
 namespace sm90 {
 
 // Longer than 80 lines: the order of waits, wgmmas and softmax is the schedule, and is read as a whole. It is that of
-// Compute16BitWorkTile. In fp8 the outputs are computed in parts of 64 columns, each added to the outputs in fp32 once a
-// tile: the accumulator of fp8 wgmma holds about 14 bits.
+// Compute16BitWorkTile. In fp8 the outputs are computed in parts of 64 columns, each added to the outputs in fp32 once
+// a tile: the accumulator of fp8 wgmma holds about 14 bits.
 template <typename S, typename T>
 __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const WorkTileInfo& info, int query,
                                                                          Ring<S::kStages>* keys,
@@ -191,8 +191,7 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
 // s = queries · keysᵀ, as floats that exceed kInt8ZeroFloat by it.
 template <typename S, typename T>
 __device__ __forceinline__ void Sm90Attention<S, T>::Int8Scores(int query, int stage, float (&s)[kScores]) const {
-  const uint32_t a =
-      inner_ + query * (S::kQueryBytes / 16) + wg_ * (kHead / S::kInnerAtom * 64 * S::kInnerSpan / 16);
+  const uint32_t a = inner_ + query * (S::kQueryBytes / 16) + wg_ * (kHead / S::kInnerAtom * 64 * S::kInnerSpan / 16);
   const uint32_t b = inner_ + S::kKeys / 16 + stage * (S::kKeyBytes / 16);
 #pragma unroll
   for (int i = 0; i < kScores; ++i) s[i] = kInt8ZeroFloat;

@@ -13,7 +13,7 @@
 #include "plugins/core/mask/attention_mask.h"
 #include "plugins/core/mask/block_mask_builder.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/emulated_sm90/int8_reference.h"
+#include "tests/cpp/int8_attention/int8_problem.h"
 
 namespace stof::test::int8 {
 namespace {
@@ -21,67 +21,7 @@ namespace {
 using cuda::Sm90Bf16;
 using cuda::sm90::Operands;
 
-struct MaskCase {
-  const char* text;
-  bool (*allows)(int64_t h, int64_t q, int64_t k);
-};
-constexpr MaskCase kNoMask = {"", [](int64_t, int64_t, int64_t) { return true; }};
-constexpr MaskCase kCausal = {"k <= q", [](int64_t, int64_t q, int64_t k) { return k <= q; }};
-constexpr MaskCase kWindow = {"k <= q and (k < 4 or q - k < 150)",
-                              [](int64_t, int64_t q, int64_t k) { return k <= q && (k < 4 || q - k < 150); }};
-constexpr MaskCase kScattered = {"(k + h) % 3 != 0 and k < q + 40", [](int64_t h, int64_t q, int64_t k) {
-                                   return (k + h) % 3 != 0 && k < q + 40;
-                                 }};
-constexpr MaskCase kEmptyRows = {"k + 100 < q", [](int64_t, int64_t q, int64_t k) { return k + 100 < q; }};
-
-enum class Keys { kGaussian, kOffset, kSink };
-struct Case {
-  int64_t B = 1, H = 2, G = 1, S = 200, T = 300;
-  MaskCase mask = kNoMask;
-  Keys keys = Keys::kGaussian;
-  bool padding = false, sink = false, lse = true, scheduled = false, half_tiles = false;
-};
-
-double Gaussian(Random* random) {
-  double sum = 0;
-  for (int i = 0; i < 12; ++i) sum += random->Unit();
-  return sum / 2;
-}
 double ToBf16(double x) { return emulated_sm90::FromBf16(emulated_sm90::ToBf16(static_cast<float>(x))); }
-
-Dense Draw(const Case& c, int64_t D, bool fp8, Random* random) {
-  Dense p;
-  p.B = c.B, p.H = c.H, p.G = c.G, p.S = c.S, p.T = c.T, p.D = D, p.scale = 1 / std::sqrt(static_cast<double>(D));
-  const auto draw = [&](int64_t rows) {
-    std::vector<double> x;
-    for (int64_t i = 0; i < rows * D; ++i) x.push_back(ToBf16(Gaussian(random)));
-    return x;
-  };
-  p.query = draw(c.B * c.H * c.S), p.key = draw(c.B * c.G * c.T), p.value = draw(c.B * c.G * c.T);
-  for (size_t i = 0; i < p.key.size(); ++i) {
-    const auto d = static_cast<int64_t>(i) % D, k = static_cast<int64_t>(i) / D % c.T;
-    if (c.keys == Keys::kOffset && d % 32 == 5) p.key[i] = ToBf16(p.key[i] + 30);
-    if (c.keys == Keys::kSink && k == 0) p.key[i] *= 8, p.value[i] = ToBf16(p.value[i] / 8);
-  }
-  for (int64_t i = 0; i < c.B * c.T; ++i) {
-    const int64_t b = i / c.T, k = i % c.T;
-    p.exists.push_back(!c.padding || (b == 0 ? k < c.T - 70 : k >= 130) ? 1 : 0);
-    // What padding holds must change nothing.
-    for (int64_t at = 0; at < c.G * D && p.exists.back() == 0; ++at) {
-      const auto place = static_cast<size_t>(((b * c.G + at / D) * c.T + k) * D + at % D);
-      p.key[place] = std::nan("");
-      if (fp8) p.value[place] = std::nan("");  // values in 16 bits are multiplied by weights of 0
-    }
-  }
-  for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
-    for (int64_t k = 0; k < c.T; ++k) {
-      const bool allowed = c.mask.allows(row / c.S % c.H, row % c.S, k);
-      p.allowed.push_back(allowed && p.exists[static_cast<size_t>(row / c.S / c.H * c.T + k)] != 0 ? 1 : 0);
-    }
-  }
-  for (int64_t h = 0; h < c.H && c.sink; ++h) p.sink.push_back(ToBf16(1.5 + static_cast<double>(h)));
-  return p;
-}
 
 // A problem in memory as the kernels get it.
 template <int64_t kD, Operands kOperands>
@@ -219,7 +159,9 @@ class Device {
     shape.B = c_.B, shape.H = c_.H, shape.G = c_.G, shape.S = c_.S, shape.T = c_.T, shape.D = shape.Dv = kD;
     const cuda::Int8Layout layout(shape, kFp8);
     memory_.assign(static_cast<size_t>(layout.total / 16), uint4{~0u, ~0u, ~0u, ~0u});
-    const auto at = [this](int64_t bytes) { return reinterpret_cast<char*>(&memory_[static_cast<size_t>(bytes / 16)]); };
+    const auto at = [this](int64_t bytes) {
+      return reinterpret_cast<char*>(&memory_[static_cast<size_t>(bytes / 16)]);
+    };
     const auto floats = [&at](int64_t bytes) { return reinterpret_cast<float*>(at(bytes)); };
     int8_.attention = a;
     int8_.tiles = static_cast<int32_t>(CeilDiv(c_.T, 128)), int8_.parts = cuda::KeySumParts(c_.T);
@@ -259,7 +201,7 @@ void CheckCase(const Case& c, uint64_t seed) {
   constexpr bool kFp8 = kOperands == Operands::kInt8Fp8;
   const std::string where = Text("seed ", seed, " D ", kD, " mask '", c.mask.text, "'");
   Random random(seed);
-  const Dense p = Draw(c, kD, kFp8, &random);
+  const Dense p = Draw(c, kD, kFp8, ToBf16, &random);
   Device<kD, kOperands> device(c, p);
   device.Run();
   const Result found = device.result();
@@ -279,32 +221,32 @@ void CheckCase(const Case& c, uint64_t seed) {
 TEST(Fp8AttentionEqualsItsDefinition) {
   Case c;
   CheckCase<128, Operands::kInt8Fp8>(c, 1);
-  c.mask = kCausal, c.keys = Keys::kOffset, c.scheduled = true, c.S = 300, c.H = 4, c.G = 2;
+  c.mask = kCausal, c.keys = Keys::kOffset, c.scheduled = true, c.S = 300;
   CheckCase<128, Operands::kInt8Fp8>(c, 2);
   c = Case();
-  c.B = 2, c.padding = true, c.sink = true, c.T = 450, c.half_tiles = true;
+  c.B = 2, c.padding = true, c.sink = true, c.T = 450, c.half_tiles = true, c.S = 100;
   CheckCase<64, Operands::kInt8Fp8>(c, 3);
   c = Case();
-  c.mask = kScattered, c.padding = true, c.B = 2, c.keys = Keys::kSink, c.T = 600;
+  c.mask = kScattered, c.padding = true, c.B = 2, c.keys = Keys::kSink, c.T = 400, c.S = 130, c.H = c.G = 1;
   CheckCase<128, Operands::kInt8Fp8>(c, 4);
   c = Case();
   c.mask = kEmptyRows, c.T = c.S = 400, c.lse = false, c.scheduled = c.half_tiles = true, c.H = 1;
   CheckCase<64, Operands::kInt8Fp8>(c, 5);
   c = Case();
-  c.mask = kWindow, c.T = c.S = 520, c.scheduled = true, c.sink = true, c.lse = false;
+  c.mask = kWindow, c.T = c.S = 400, c.scheduled = true, c.sink = true, c.lse = false, c.H = 1;
   CheckCase<128, Operands::kInt8Fp8>(c, 6);
 }
 
 TEST(Int8AttentionEqualsItsDefinition) {
   Case c;
   CheckCase<128, Operands::kInt8>(c, 11);
-  c.mask = kWindow, c.keys = Keys::kOffset, c.scheduled = c.sink = true, c.S = c.T = 400, c.H = 4, c.G = 2;
+  c.mask = kWindow, c.keys = Keys::kOffset, c.scheduled = c.sink = true, c.S = c.T = 300, c.H = 4, c.G = 2;
   CheckCase<128, Operands::kInt8>(c, 12);
   c = Case();
-  c.B = 2, c.padding = true, c.T = 450, c.half_tiles = true, c.mask = kCausal, c.keys = Keys::kOffset;
+  c.B = 2, c.padding = true, c.T = 450, c.half_tiles = true, c.mask = kCausal, c.keys = Keys::kOffset, c.S = 100;
   CheckCase<64, Operands::kInt8>(c, 13);
   c = Case();
-  c.mask = kEmptyRows, c.T = c.S = 300, c.keys = Keys::kSink;
+  c.mask = kEmptyRows, c.T = c.S = 300, c.keys = Keys::kSink, c.H = 1;
   CheckCase<64, Operands::kInt8>(c, 14);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Wrappers of 8-bit wgmma of compute capability 9.0a, of conversions to fp8, and of bulk copies.
-#ifndef STOF_CUDA_COMMON_MMA_SM90_8BIT_CUH_
-#define STOF_CUDA_COMMON_MMA_SM90_8BIT_CUH_
+#ifndef STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_
+#define STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_
 
 #include <cstdint>
 
@@ -41,28 +41,29 @@ __device__ __forceinline__ uint64_t InnerOperand(uint32_t low) {
 constexpr uint32_t kInt8Zero = 0x4b400000u;
 constexpr float kInt8ZeroFloat = 12582912.0f;
 
-#define STOF_B4(c, i)                                                                                         \
-  "+r"(reinterpret_cast<uint32_t&>(c[i])), "+r"(reinterpret_cast<uint32_t&>(c[i + 1])),                       \
+#define STOF_B4(c, i)                                                                   \
+  "+r"(reinterpret_cast<uint32_t&>(c[i])), "+r"(reinterpret_cast<uint32_t&>(c[i + 1])), \
       "+r"(reinterpret_cast<uint32_t&>(c[i + 2])), "+r"(reinterpret_cast<uint32_t&>(c[i + 3]))
 #define STOF_B16(c, i) STOF_B4(c, i), STOF_B4(c, i + 4), STOF_B4(c, i + 8), STOF_B4(c, i + 12)
 #define STOF_B64(c) STOF_B16(c, 0), STOF_B16(c, 16), STOF_B16(c, 32), STOF_B16(c, 48)
 
 // c[64 x 128] += a[64 x 32] · b[128 x 32]ᵀ in int8, both K-major in shared memory. c has the bits of int32.
 __device__ __forceinline__ void WgmmaInt8(float (&c)[64], uint64_t a, uint64_t b) {
-  asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " STOF_R64 ", %64, %65, add;\n}\n"
-               : STOF_B64(c)
-               : "l"(a), "l"(b));
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 " STOF_R64 ", %64, %65, add;\n}\n"
+      : STOF_B64(c)
+      : "l"(a), "l"(b));
 }
 
 // c[64 x 64] (+)= a[64 x 32] · b[64 x 32]ᵀ in e4m3, a in registers, b K-major in shared memory. Register 2 i + r of a
 // has columns 16 i + 4 t to 16 i + 4 t + 3 of the thread's row r.
 __device__ __forceinline__ void WgmmaFp8(float (&c)[32], const uint32_t* a, uint64_t b, int add) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " STOF_R32
-               ", {%32, %33, %34, %35}, %36, add, 1, 1;\n}\n"
-               : STOF_F32(c)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " STOF_R32 ", {%32, %33, %34, %35}, %36, add, 1, 1;\n}\n"
+      : STOF_F32(c)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 #undef STOF_B4
 #undef STOF_B16
@@ -70,4 +71,4 @@ __device__ __forceinline__ void WgmmaFp8(float (&c)[32], const uint32_t* a, uint
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_COMMON_MMA_SM90_8BIT_CUH_
+#endif  // STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "tests/cpp/emulated_sm90/float8.h"
+#include "tests/cpp/int8_attention/float8.h"
 
 namespace stof::test::int8 {
 

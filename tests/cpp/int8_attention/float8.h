@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// e4m3 by its definition: sign, 4 bits of exponent with bias 7, 3 of the significand; the largest number is 448, and all
-// other bits of its magnitude set are NaN.
+// e4m3 by its definition: sign, 4 bits of exponent with bias 7, 3 of the significand; the largest number is 448, and
+// all other bits of its magnitude set are NaN.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -27,8 +27,8 @@ inline uint32_t ToFloat8(float x) {
 inline float FromFloat8(uint32_t bits) {
   const uint32_t exponent = bits >> 3 & 15, significand = bits & 7;
   if (exponent == 15 && significand == 7) return NAN;
-  const double size = exponent == 0 ? std::ldexp(significand, -9)
-                                    : std::ldexp(8 + significand, static_cast<int>(exponent) - 10);
+  const double size =
+      exponent == 0 ? std::ldexp(significand, -9) : std::ldexp(8 + significand, static_cast<int>(exponent) - 10);
   return static_cast<float>((bits & 0x80) != 0 ? -size : size);
 }
 
