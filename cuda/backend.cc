@@ -233,7 +233,7 @@ uint64_t HashKernelChoice(const AttentionArgs& args, const Tensor* pad, const At
   for (const int64_t x : {int64_t{device}, about(sizes.B), sizes.H, args.shape.G, about(sizes.S), about(sizes.T),
                           about(sizes.P), args.shape.D, args.shape.Dv, int64_t{request.tactic}, int64_t{request.number},
                           static_cast<int64_t>(args.shape.dtype), static_cast<int64_t>(args.shape.kv_dtype),
-                          static_cast<int64_t>(args.mask.empty_rows)}) {
+                          static_cast<int64_t>(args.mask.empty_rows), static_cast<int64_t>(args.precision)}) {
     mix(x);
   }
   const CausalWindow* const window = args.mask.fixed.window();

@@ -6,6 +6,7 @@
 
 #include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
+#include "cuda/attention/sm90/int8/quantize.h"
 #include "plugins/core/contract/attention_limits.h"
 
 namespace stof {
@@ -49,6 +50,7 @@ Status AttentionJob::Describe() {
   p.has_aligned_rows = HasAlignedRows(args_);
   p.has_aligned_bias = HasAlignedBias(args_);
   p.skips_scores = args_.scores.skip_threshold > 0.0f;
+  p.precision = Int8PrecisionOf(args_);
 
   SelectionProblem& s = selection_;
   s.is_mask_on_device = build_ != nullptr;

@@ -41,7 +41,9 @@ struct KernelProblem {
   bool has_aligned_bias = true;     // TMA can read the full bias, if there is one
   bool has_relative_terms = false;  // products by tables of relative positions, or a factor of the relative bias
   bool skips_scores = false;        // key tiles may be left out by their scores
+  AttentionPrecision precision = AttentionPrecision::kFull;  // where kernels with 8-bit operands fit
 
+  bool has_int8_operands() const { return precision != AttentionPrecision::kFull && score_mod() == ScoreMod::kNone; }
   ScoreMod score_mod() const {
     if (has_full_bias) return ScoreMod::kFullBias;
     return has_softcap_or_bias || !has_positive_scale ? ScoreMod::kRelativeBias : ScoreMod::kNone;

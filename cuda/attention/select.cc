@@ -244,6 +244,7 @@ std::string Print(const KernelProblem& problem, const SelectionProblem& selectio
   if (problem.has_full_bias) text += ", bias";
   if (problem.has_relative_terms) text += ", relative terms";
   if (problem.skips_scores) text += ", skip by score";
+  if (problem.precision != AttentionPrecision::kFull) text += ", 8-bit operands";
   text += selection.is_mask_on_device ? ", mask of the run" : selection.mask == nullptr ? ", no static mask" : ", mask";
   if (selection.mask != nullptr) text += " " + std::to_string(selection.hash);
   return text + ", " + std::to_string(selection.sm_count) + " SMs";

@@ -2,9 +2,10 @@
 // The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
-// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only NAME]... [--zeros]
-// [--seconds S] [--json FILE]
+// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [int8 | int8_fp8] [decode | wide | extras | few] [--all]
+// [--only NAME]... [--zeros] [--seconds S] [--json FILE]
 //   tf32    fp32 tensors, products as by allow_tf32
+//   int8    8-bit operands where there are kernels with them (attribute precision); quantization counts
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
 //   and softcap; few  masks with few keys a query, whose tiles are hardly filled
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
@@ -143,6 +144,7 @@ constexpr int64_t kCold = int64_t{128} << 20, kCalls = 100;
 constexpr size_t kMostSets = 32;
 
 bool zeros = false;
+stof::AttentionPrecision precision = stof::AttentionPrecision::kFull;
 double seconds = 0;  // of replays; 0: as many as TimeGraph takes
 
 // On the device, `count` of them; a long tensor repeats a part, for the host takes its time to draw numbers.
@@ -321,6 +323,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   args.shape = {row.B, row.H, G, row.S, T, row.D, row.D, dtype};
   const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
   args.allow_tf32 = tf32;
+  args.precision = precision;
   const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
   args.query.data = random(query_count, 1), args.key.data = random(count, 2), args.value.data = random(count, 3);
   args.output.data = random(query_count, 4);
@@ -440,8 +443,9 @@ int main(int argc, char** argv) {
     if (word == "fp16" || word == "bf16" || word == "fp32") {
       dtype = word == "fp16" ? stof::DType::kF16 : word == "bf16" ? stof::DType::kBF16 : stof::DType::kF32;
     } else if (word == "tf32") {
-      dtype = stof::DType::kF32;
-      tf32 = true;
+      dtype = stof::DType::kF32, tf32 = true;
+    } else if (word == "int8" || word == "int8_fp8") {
+      precision = word == "int8" ? stof::AttentionPrecision::kInt8 : stof::AttentionPrecision::kInt8Fp8;
     } else if (word == "decode") {
       decode = true;
     } else if (word == "wide") {
@@ -470,10 +474,9 @@ int main(int argc, char** argv) {
         return 1;
       }
     } else {
-      std::fprintf(
-          stderr,
-          "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [decode | wide | extras | few] [--all] [--only "
-          "NAME]... [--zeros] [--seconds S] [--json FILE]\n");
+      std::fprintf(stderr,
+                   "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [int8 | int8_fp8] [decode | wide | extras "
+                   "| few] [--all] [--only NAME]... [--zeros] [--seconds S] [--json FILE]\n");
       return 2;
     }
   }

@@ -181,6 +181,7 @@ _TYPES = {
     "operands": AttributeProto.STRING,
     "results": AttributeProto.STRING,
     "allow_tf32": AttributeProto.INT,
+    "precision": AttributeProto.STRING,
     "kernel": AttributeProto.STRING,
     "tile": AttributeProto.STRING,
 }

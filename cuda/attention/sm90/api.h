@@ -14,6 +14,8 @@
 namespace stof {
 namespace cuda {
 
+struct Int8Params;  // cuda/attention/sm90/int8/layout.h
+
 struct Sm90Params {
   CUtensorMap query, key, value, output;  // of tensors [B, H or G, S or T, D]
   CUtensorMap bias;                       // [B, H, S, T], where there is one
@@ -44,6 +46,10 @@ struct Sm90Params {
   // Skip by score, for kernels that do. Behind the others, which keep their places for all kernels.
   float skip_distance = 0.0f;                 // SkipDistance in units of log2
   unsigned long long* skip_counts = nullptr;  // SkipCounts in device memory, which is added to; nullptr: no count
+  // 8-bit operands: `query`, `key` and perhaps `value` are maps of quantized tensors (int8/layout.h).
+  const float* query_scales = nullptr;  // [B, H, S]
+  const float* query_shifts = nullptr;  // [B, H, S]: what removing the mean of the keys takes from a row's scores
+  const float* tile_scales = nullptr;   // [B, G, KV tiles, kTileScales]
 };
 
 // How many KV tiles a kernel that skips by score computes untested after so many tests in a row that kept their tile:
@@ -70,10 +76,15 @@ KernelTable FindSm90SkipD64(const KernelProblem& problem);
 KernelTable FindSm90SkipD128(const KernelProblem& problem);
 KernelTable FindSm90SkipD192(const KernelProblem& problem);
 KernelTable FindSm90SkipD256(const KernelProblem& problem);
+// Kernels with queries and keys in int8, of which those of problems that allow fp8 have weights and values in fp8.
+KernelTable FindSm90Int8D64(const KernelProblem& problem);
+KernelTable FindSm90Int8D128(const KernelProblem& problem);
 
 // Sets the TMA maps and coordinate factors of params from its `attention`, for a kernel's tile. False where the driver
 // has no TMA, or a tensor cannot be described.
 bool MakeTensorMaps(bool bf16, int tile_rows, int tile_keys, Sm90Params* params);
+// Likewise for 8-bit operands in memory, and a bf16 or fp16 output.
+bool MakeInt8TensorMaps(bool bf16, const Int8Params& operands, Sm90Params* params);
 
 }  // namespace cuda
 }  // namespace stof

@@ -5,6 +5,7 @@
 #define STOF_CUDA_ATTENTION_SM90_CONFIG_CUH_
 
 #include "cuda/attention/sm90/api.h"
+#include "cuda/attention/sm90/int8/layout.h"
 #include "cuda/common/math.h"
 #include "cuda/common/mma_sm90.cuh"
 #include "cuda/mask/fragments.h"
@@ -52,6 +53,10 @@ struct WorkTileInfo {
 // and tiles that are left out by their scores.
 constexpr bool kPingPong = true, kDynamicTiles = true, kSkipByScore = true;
 
+// Operands of the tensor cores. k16Bit: those of the query's type. kInt8: queries and keys in int8. kInt8Fp8: also
+// weights and values in fp8 (e4m3). docs/design/attention-8bit.md.
+enum class Operands { k16Bit, kInt8, kInt8Fp8 };
+
 // A tile has kM query rows, 64 a consumer warpgroup, and kN keys. A CTA (thread block) has kPipelines pipelines: a
 // producer warp and consumer warpgroups with stages and barriers of their own. One pipeline's prologue and epilogue
 // overlap the others' work.
@@ -59,7 +64,7 @@ constexpr bool kPingPong = true, kDynamicTiles = true, kSkipByScore = true;
 // the keys of one work tile instead: pipeline t computes KV tiles t, t + kSplit, ...
 template <int kHead_, int kRows, int kTileKeys_, int kStages_, int kQueryStages_, int kPipelines_, int kSplit_ = 1,
           ScoreMod kScoreMod_ = ScoreMod::kNone, bool kPingPongEnds_ = false, bool kDynamic_ = false,
-          bool kSkipsByScore_ = false>
+          bool kSkipsByScore_ = false, Operands kOperands_ = Operands::k16Bit>
 struct Sm90Shape {
   // Ping-pong scheduling also orders the first scores and the last values of a work tile.
   static constexpr bool kPingPongEnds = kPingPongEnds_;
@@ -83,6 +88,18 @@ struct Sm90Shape {
   static constexpr bool kHalfTiles = kSkipsTiles && kConsumers == 2;
   // Whether a consumer warpgroup leaves out tiles by their scores.
   static constexpr bool kSkipsByScore = kSkipsByScore_;
+  // 8-bit operands. kInnerSpan: bytes of a swizzled row of queries and keys.
+  static constexpr bool kInt8 = kOperands_ != Operands::k16Bit, kFp8 = kOperands_ == Operands::kInt8Fp8;
+  static constexpr int kInnerSize = kInt8 ? 1 : 2, kInnerSpan = kInnerSize * kHead < 128 ? kInnerSize * kHead : 128;
+  static constexpr int kInnerAtom = kInnerSpan / kInnerSize;  // columns of such a row
+  static_assert(!kInt8 || (kSplit == 1 && !kScoreMod && !kSkipsByScore_ && kConsumers > 1), "8-bit kernels");
+  static_assert(!kFp8 || kN == 128, "the keys of a tile are one swizzled row of transposed values");
+  // Outputs that a thread accumulates in fp8 products before they are added in fp32, and how many times that takes.
+  static constexpr int kPartOutputs = 32, kParts = kHead / 2 / kPartOutputs;
+  // The row max lies 2^kHeadroom below the largest score that it was set by, and is raised where a weight would exceed
+  // kMostWeight = 2^kSlack. fp16 holds 2^14 with a factor of nearly four to spare, e4m3 at most 448.
+  static constexpr float kHeadroom = kFp8 ? 7.0f : 0.0f, kSlack = kFp8 ? 8.75f : 14.0f;
+  static constexpr float kMostWeight = kFp8 ? 430.0f : 16384.0f;
   // Whether a scheduler warp beside the producer supplies work tiles, which may be dynamic.
   static constexpr bool kDynamic = kDynamic_;
   static_assert(!kDynamic || (kSplit == 1 && kPipelines <= 2),
@@ -90,38 +107,42 @@ struct Sm90Shape {
   static constexpr int kThreads = kWarpgroup * (1 + kPipelines * kConsumers);
   static constexpr int kPaddingWords = kN / 32;  // padding bits of a KV tile
   static constexpr int kMaskWords = FragmentWords(kN);
-  static constexpr int kQueryBytes = 2 * kM * kHead;
-  static constexpr int kTileBytes = 2 * kN * kHead;
+  static constexpr int kQueryBytes = kInnerSize * kM * kHead, kOutputBytes = 2 * kM * kHead;
+  static constexpr int kKeyBytes = kInnerSize * kN * kHead, kValueBytes = (kFp8 ? 1 : 2) * kN * kHead;
   static constexpr int kKeys = kQueryStages * kQueryBytes;  // offsets in a pipeline's shared memory
-  static constexpr int kValues = kKeys + kStages * kTileBytes;
+  static constexpr int kValues = kKeys + kStages * kKeyBytes;
   // Beside the keys of every stage: the full bias of its pairs, and the relative bias of every distance between its
   // queries and keys.
   static constexpr int kBiasBytes = kFullBias ? 4 * kM * kN : 0;
   static constexpr int kRelativeSize = kScoreMod ? kM + kN : 0;
-  static constexpr int kFullBiases = kValues + kStages * kTileBytes;
+  static constexpr int kFullBiases = kValues + kStages * kValueBytes;
   static constexpr int kOutput = kFullBiases + kStages * kBiasBytes;
   // One entry more than stages: a warp may still read an entry after it has released the keys.
   static constexpr int kSlots = kStages + 1;
+  static constexpr int kScaleBytes = 4 * kTileScales;  // of a KV tile with 8-bit operands
   // Small data, with the padding that its alignment may cost.
   static constexpr int kSmallBytes = kStages * 4 * kRelativeSize + kSlots * static_cast<int>(sizeof(Entry)) +
                                      kQueryStages * static_cast<int>(sizeof(WorkTileInfo)) +
-                                     8 * (4 * kStages + 2 * kQueryStages) + 8 + (kDynamic ? 40 : 0);
+                                     8 * (4 * kStages + 2 * kQueryStages) + 8 + (kDynamic ? 40 : 0) +
+                                     (kInt8 ? kStages * kScaleBytes : 0);
   static constexpr int PipelineBytes(int output) { return (kOutput + output + kSmallBytes + 1023) / 1024 * 1024; }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
   // The output is staged in a buffer of its own where there is room, else in place of the queries.
   static constexpr bool kSeparateOutput =
-      kSplit == 1 && kPipelines * PipelineBytes(kQueryBytes) + kToAlign <= kMostBytes;
+      kSplit == 1 && kPipelines * PipelineBytes(kOutputBytes) + kToAlign <= kMostBytes;
+  static_assert(kSeparateOutput || !kInt8, "8-bit queries leave no room for an output");
   // Without that buffer the next queries wait until the output has left, but keys and values need not: they are loaded
   // first.
   static constexpr bool kQueriesAfterKeys = kQueryStages == 1 && kSplit == 1 && !kSeparateOutput;
-  static constexpr int kRelativeBiases = kOutput + (kSeparateOutput ? kQueryBytes : 0);
-  static constexpr int kEntries = kRelativeBiases + kStages * 4 * kRelativeSize;
+  static constexpr int kRelativeBiases = kOutput + (kSeparateOutput ? kOutputBytes : 0);
+  static constexpr int kScales = kRelativeBiases + kStages * 4 * kRelativeSize;
+  static constexpr int kEntries = kScales + (kInt8 ? kStages * kScaleBytes : 0);
   static constexpr int kTileInfos = kEntries + kSlots * static_cast<int>(sizeof(Entry));
   static constexpr int kTileInfosEnd = kTileInfos + kQueryStages * static_cast<int>(sizeof(WorkTileInfo));
   static constexpr int kNextTile = (kTileInfosEnd + 15) / 16 * 16;  // with kDynamic: a WorkTile
   static constexpr int kBarriers =
       kDynamic ? kNextTile + static_cast<int>(sizeof(WorkTile)) : (kTileInfosEnd + 7) / 8 * 8;
-  static constexpr int kPipelineBytes = PipelineBytes(kSeparateOutput ? kQueryBytes : 0);
+  static constexpr int kPipelineBytes = PipelineBytes(kSeparateOutput ? kOutputBytes : 0);
   static_assert(kBarriers + 8 * (4 * kStages + 2 * kQueryStages + (kDynamic ? 1 : 0)) <= kPipelineBytes,
                 "a pipeline's shared memory");
   // For split pipelines, behind their own memory: row max and row sum of every row and pipeline, and the chunks of
@@ -139,7 +160,8 @@ struct Sm90Shape {
       (kInitialRegisters * (1 + kPipelines * kConsumers) - kProducerRegisters) / (kPipelines * kConsumers) / 8 * 8;
   // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
   // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
-  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 - kN / 4 - (kFullBias ? 40 : 0) -
+  static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 -
+                                         (kFp8 ? kN / 8 + kPartOutputs : kN / 4) - (kFullBias ? 40 : 0) -
                                          (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
   static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);

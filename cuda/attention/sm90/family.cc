@@ -9,6 +9,7 @@
 #include "cuda/attention/job.h"
 #include "cuda/attention/skip_counts.h"
 #include "cuda/attention/sm90/api.h"
+#include "cuda/attention/sm90/int8/quantize.h"
 #include "cuda/common/math.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/skip_distance.h"
@@ -20,10 +21,12 @@ namespace {
 
 #if defined(STOF_SM90)
 constexpr HeadSizeTable kTables[] = {{64, FindSm90D64}, {128, FindSm90D128}, {192, FindSm90D192}, {256, FindSm90D256}};
+constexpr HeadSizeTable kInt8Tables[] = {{64, FindSm90Int8D64}, {128, FindSm90Int8D128}};
 constexpr HeadSizeTable kSkipTables[] = {
     {64, FindSm90SkipD64}, {128, FindSm90SkipD128}, {192, FindSm90SkipD192}, {256, FindSm90SkipD256}};
 
 KernelTable Find(const KernelProblem& problem) {
+  if (problem.has_int8_operands()) return FindByHeadSize(kInt8Tables, problem);
   const KernelTable skipping = problem.skips_scores ? FindByHeadSize(kSkipTables, problem) : KernelTable();
   return skipping.size() > 0 ? skipping : FindByHeadSize(kTables, problem);
 }
@@ -84,7 +87,8 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   const SelectionProblem& selection = job->selection();
   Sm90Params params;
   params.attention = job->params();
-  if (!MakeTensorMaps(job->is_bf16(), kernel.rows, kernel.keys, &params)) return job->RunTiled();
+  const bool is_int8 = job->problem().has_int8_operands();
+  if (!is_int8 && !MakeTensorMaps(job->is_bf16(), kernel.rows, kernel.keys, &params)) return job->RunTiled();
   params.half_tiles = plan.rows < kernel.rows ? 1 : 0;
   params.ctas = static_cast<int32_t>(plan.persistent);
   params.l2_heads = static_cast<int32_t>(std::min<int64_t>(selection.l2_heads, std::numeric_limits<int32_t>::max()));
@@ -99,6 +103,11 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   // Fully masked rows that attend all keys are left to a second kernel.
   const bool second = job->NeedsEmptyRowPass();
   STOF_RETURN_IF_ERROR(job->PreparePadding(second, &params.attention.pad_bits, &params.empty_flags));
+  if (is_int8) {
+    bool is_described = false;
+    STOF_RETURN_IF_ERROR(QuantizeOperands(job, &params, &is_described));
+    if (!is_described) return job->RunTiled();
+  }
   if (FindChoosingKernel(*job, kernel, Find) != nullptr) {
     STOF_RETURN_IF_ERROR(ChooseBlocks(job, kernel, &params.attention));
   }

@@ -16,6 +16,7 @@
 #include "cuda/attention/sm90/api.h"
 #include "cuda/attention/sm90/combine.cuh"
 #include "cuda/attention/sm90/config.cuh"
+#include "cuda/attention/sm90/int8/mma.cuh"
 #include "cuda/attention/sm90/skip_test.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/common/launch.cuh"
@@ -180,10 +181,11 @@ class Sm90Attention {
   __device__ __forceinline__ void PublishKvTile(const PaddedTile& padded, int next, Cursor* cursor, bool in_flight);
   __device__ __forceinline__ int LoadBiases(int tile, const Cursor& cursor, int* flags);
 
-  __device__ __forceinline__ void ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to, int tile, int h, int b,
-                                                bool in_flight, int more = 0);
-  __device__ __forceinline__ void CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile, int h,
-                                             int b) const;
+  template <Kind kFull>
+  __device__ __forceinline__ void ExpectAndCopy(int stage, int tile, const Cursor& cursor, bool in_flight,
+                                                int more = 0);
+  __device__ __forceinline__ void CopyKeys(int stage, int tile, const Cursor& cursor) const;
+  __device__ __forceinline__ void CopyValues(int stage, int tile, const Cursor& cursor) const;
 
   // ---- a consumer warpgroup: 64 query rows ----
   static constexpr int kScores = S::kN / 2;  // elements of a thread, of 64 × N
@@ -243,9 +245,18 @@ class Sm90Attention {
     if (S::kSplit > 1 || S::kSeparateOutput) Release(QueryEmpty(query));
   }
 
-  // Longer than 80 lines: the order of waits, wgmmas and softmax is the schedule, and is read as a whole.
   __device__ __forceinline__ void ComputeWorkTile(const WorkTileInfo& info, int query, Ring<S::kStages>* keys,
                                                   Ring<S::kStages>* values, Ring<S::kSlots>* slots) {
+    if constexpr (S::kInt8) {
+      ComputeInt8WorkTile(info, query, keys, values, slots);
+    } else {
+      Compute16BitWorkTile(info, query, keys, values, slots);
+    }
+  }
+
+  // Longer than 80 lines: the order of waits, wgmmas and softmax is the schedule, and is read as a whole.
+  __device__ __forceinline__ void Compute16BitWorkTile(const WorkTileInfo& info, int query, Ring<S::kStages>* keys,
+                                                       Ring<S::kStages>* values, Ring<S::kSlots>* slots) {
     float o[kOutputs], s[kScores], row_max[2], sum[2];
     uint32_t weights[kScores / 2], bits[S::kMaskWords];
 #pragma unroll
@@ -389,6 +400,25 @@ class Sm90Attention {
     }
   }
 
+  // ---- 8-bit operands: cuda/attention/sm90/int8/tiles.cuh ----
+  static constexpr int kWeightWords = S::kFp8 ? kScores / 4 : kScores / 2;
+  // Scales of a KV tile: from a thread's accumulators to scores in units of log2, for two rows, the first 8 keys and
+  // the others; and of its values.
+  struct TileScales {
+    float first[2], others[2], value;
+  };
+  __device__ __forceinline__ void ComputeInt8WorkTile(const WorkTileInfo& info, int query, Ring<S::kStages>* keys,
+                                                      Ring<S::kStages>* values, Ring<S::kSlots>* slots);
+  __device__ __forceinline__ TileScales ReadTileScales(int stage, const float (&query_scale)[2]) const;
+  __device__ __forceinline__ void Int8Scores(int query, int stage, float (&s)[kScores]) const;
+  static __device__ __forceinline__ void Dequantize(const TileScales& scales, const float (&base)[2],
+                                                    float (&s)[kScores]);
+  static __device__ __forceinline__ void PackInt8Weights(const float (&s)[kScores], uint32_t (&weights)[kWeightWords]);
+  __device__ __forceinline__ void AddFp8Values(int stage, int part, const uint32_t (&weights)[kWeightWords],
+                                               float (&products)[S::kPartOutputs]) const;
+  static __device__ __forceinline__ void Promote(int part, const float (&scale)[2],
+                                                 const float (&products)[S::kPartOutputs], float (&o)[kOutputs]);
+
   // ---- skip by score: cuda/attention/sm90/skip_tiles.cuh ----
   // Of a thread, from tile to tile.
   struct Registers {
@@ -462,7 +492,7 @@ class Sm90Attention {
   // s = queries · keysᵀ
   __device__ __forceinline__ void Scores(int query, int stage, float (&s)[kScores]) const {
     const uint32_t a = inner_ + query * (S::kQueryBytes / 16) + wg_ * (kHead / kAtom * 64 * 128 / 16);
-    const uint32_t b = inner_ + S::kKeys / 16 + stage * (S::kTileBytes / 16);
+    const uint32_t b = inner_ + S::kKeys / 16 + stage * (S::kKeyBytes / 16);
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k) {
       const int column = k % 4 * 32;  // bytes within a swizzled row
@@ -474,7 +504,7 @@ class Sm90Attention {
   // o += weights · values
   __device__ __forceinline__ void AddValues(int stage, const uint32_t (&weights)[kScores / 2],
                                             float (&o)[kOutputs]) const {
-    const uint32_t b = across_ + S::kValues / 16 + stage * (S::kTileBytes / 16);
+    const uint32_t b = across_ + S::kValues / 16 + stage * (S::kValueBytes / 16);
 #pragma unroll
     for (int k = 0; k < S::kN / 16; ++k) {
       Wgmma<T>::Across(o, weights + 4 * k, Operand(b + k * 16 * 128 / 16));
@@ -570,6 +600,7 @@ class Sm90Attention {
 }  // namespace cuda
 }  // namespace stof
 #include "cuda/attention/sm90/epilogue.cuh"
+#include "cuda/attention/sm90/int8/tiles.cuh"
 #include "cuda/attention/sm90/producer.cuh"
 #include "cuda/attention/sm90/score_bias.cuh"
 #include "cuda/attention/sm90/skip_tiles.cuh"

@@ -72,7 +72,7 @@ constexpr Sm90Code kCode(Launch<S, T>);
 template <typename S, typename T>
 constexpr KernelEntry MakeKernelOf(RowNs row, FullNs full, PartialNs partial, NsPerMib per_mib, SoloPct solo) {
   KernelEntry kernel;
-  kernel.name = "sm90";
+  kernel.name = S::kFp8 ? "sm90fp8" : S::kInt8 ? "sm90int8" : "sm90";
   kernel.head_size = S::kHead;
   kernel.rows = S::kM, kernel.keys = S::kN;
   kernel.ctas_per_sm = S::kPipelines / S::kSplit;
@@ -92,23 +92,24 @@ constexpr KernelEntry MakeKernelOf(RowNs row, FullNs full, PartialNs partial, Ns
 
 // What MakeKernel makes of its arguments.
 template <typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
-          typename Splits_, ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic, bool kSkipsByScore>
+          typename Splits_, ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic, bool kSkipsByScore,
+          Operands kOperands>
 struct ShapeOf;
 template <int kHead, int kRows, int kKeys, int kStages, int kQueryStages, int kPipelines, int kSplits,
-          ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic, bool kSkipsByScore>
+          ScoreMod kScoreMod, bool kPingPongEnds, bool kDynamic, bool kSkipsByScore, Operands kOperands>
 struct ShapeOf<Head<kHead>, Tile<kRows, kKeys>, Stages<kStages>, QueryStages<kQueryStages>, Pipelines<kPipelines>,
-               Splits<kSplits>, kScoreMod, kPingPongEnds, kDynamic, kSkipsByScore> {
+               Splits<kSplits>, kScoreMod, kPingPongEnds, kDynamic, kSkipsByScore, kOperands> {
   using Type = Sm90Shape<kHead, kRows, kKeys, kStages, kQueryStages, kPipelines, kSplits, kScoreMod, kPingPongEnds,
-                         kDynamic, kSkipsByScore>;
+                         kDynamic, kSkipsByScore, kOperands>;
 };
 
 // A row of a table.
 template <typename T, typename Head_, typename Tile_, typename Stages_, typename QueryStages_, typename Pipelines_,
           typename Splits_ = Splits<1>, ScoreMod kScoreMod = ScoreMod::kNone, bool kPingPongEnds = false,
-          bool kDynamic = false, bool kSkipsByScore = false>
+          bool kDynamic = false, bool kSkipsByScore = false, Operands kOperands = Operands::k16Bit>
 constexpr KernelEntry MakeKernel(RowNs row, FullNs full, PartialNs partial, NsPerMib per_mib = {}, SoloPct solo = {}) {
   using Shape = ShapeOf<Head_, Tile_, Stages_, QueryStages_, Pipelines_, Splits_, kScoreMod, kPingPongEnds, kDynamic,
-                        kSkipsByScore>;
+                        kSkipsByScore, kOperands>;
   return MakeKernelOf<typename Shape::Type, T>(row, full, partial, per_mib, solo);
 }
 

@@ -74,10 +74,11 @@ __device__ void Sm90Attention<S, T>::PrefetchInputs(const FirstWork& first_work)
   // With a warm L2 the prefetches would only delay later loads.
   if (p_.cold_l2 == 0 || p_.tiles == nullptr || first_work.i >= first_work.end || lane_ != 0) return;
   const int b = first_work.cursor.b, h = first_work.cursor.h, g = first_work.cursor.g, row0 = first_work.cursor.row0;
-  constexpr int kAtoms = kHead / kAtom;
+  constexpr int kAtoms = kHead / S::kInnerAtom;
 #pragma unroll
   for (int i = 0; i < S::kConsumers * kAtoms; ++i) {
-    PrefetchTensor(&p_.query, i % kAtoms * kAtom, row0 + 64 * (i / kAtoms), h * p_.query_step_h, b * p_.query_step_b);
+    PrefetchTensor(&p_.query, i % kAtoms * S::kInnerAtom, row0 + 64 * (i / kAtoms), h * p_.query_step_h,
+                   b * p_.query_step_b);
   }
   const int tiles[2] = {first_work.tile, S::kSplit > 1 ? -1 : first_work.second};
 #pragma unroll
@@ -85,11 +86,15 @@ __device__ void Sm90Attention<S, T>::PrefetchInputs(const FirstWork& first_work)
     if (tile < 0) return;
 #pragma unroll
     for (int c = 0; c < kAtoms; ++c) {
-      PrefetchTensor(&p_.key, c * kAtom, tile * S::kN, p_.key_step_h * g, p_.key_step_b * b);
+      PrefetchTensor(&p_.key, c * S::kInnerAtom, tile * S::kN, p_.key_step_h * g, p_.key_step_b * b);
     }
+    if constexpr (S::kFp8) {
+      PrefetchTensor(&p_.value, tile * S::kN, 0, p_.value_step_h * g, p_.value_step_b * b);
+    } else {
 #pragma unroll
-    for (int c = 0; c < kAtoms; ++c) {
-      PrefetchTensor(&p_.value, c * kAtom, tile * S::kN, p_.value_step_h * g, p_.value_step_b * b);
+      for (int c = 0; c < kHead / kAtom; ++c) {
+        PrefetchTensor(&p_.value, c * kAtom, tile * S::kN, p_.value_step_h * g, p_.value_step_b * b);
+      }
     }
   }
 }
@@ -201,9 +206,9 @@ __device__ __forceinline__ void Sm90Attention<S, T>::LoadQueries(Cursor* cursor)
 #pragma unroll
     for (int wg = 0; wg < S::kConsumers; ++wg) {
 #pragma unroll
-      for (int c = 0; c < kHead / kAtom; ++c) {
-        CopyTensor(to + (wg * (kHead / kAtom) + c) * 64 * 128, &p_.query, full, c * kAtom, cursor->row0 + 64 * wg,
-                   cursor->h * p_.query_step_h, cursor->b * p_.query_step_b);
+      for (int c = 0; c < kHead / S::kInnerAtom; ++c) {
+        CopyTensor(to + (wg * (kHead / S::kInnerAtom) + c) * 64 * S::kInnerSpan, &p_.query, full, c * S::kInnerAtom,
+                   cursor->row0 + 64 * wg, cursor->h * p_.query_step_h, cursor->b * p_.query_step_b);
       }
     }
   }
@@ -321,9 +326,8 @@ __device__ __forceinline__ uint32_t Sm90Attention<S, T>::PaddingWord(int b, int 
 template <typename S, typename T>
 __device__ __forceinline__ void Sm90Attention<S, T>::LoadFirstKvTile(int tile, const Cursor& cursor) const {
   if (lane_ != 0) return;
-  CopyKvTile(&p_.key, Barrier(kKeyFull, 0), S::kKeys, tile, p_.key_step_h * cursor.g, p_.key_step_b * cursor.b);
-  CopyKvTile(&p_.value, Barrier(kValueFull, 0), S::kValues, tile, p_.value_step_h * cursor.g,
-             p_.value_step_b * cursor.b);
+  CopyKeys(0, tile, cursor);
+  CopyValues(0, tile, cursor);
 }
 
 // Publishes a KV tile to the consumers and loads it. next: the code of the tile after it. in_flight: it is being
@@ -346,15 +350,13 @@ __device__ __forceinline__ void Sm90Attention<S, T>::PublishKvTile(const PaddedT
     entry.code = padded.code;
     entry.flags = flags;
     entry.next = next;
-    ExpectAndCopy(&p_.key, Barrier(kKeyFull, at), S::kKeys + at * S::kTileBytes, padded.tile, p_.key_step_h * cursor->g,
-                  p_.key_step_b * cursor->b, in_flight, more);
+    ExpectAndCopy<kKeyFull>(at, padded.tile, *cursor, in_flight, more);
   } else if (kEveryLaneArrives) {
     Arrive(Barrier(kKeyFull, at));
   }
   Wait(Barrier(kValueEmpty, at), cursor->stage.phase ^ 1);
   if (lane_ == 0) {
-    ExpectAndCopy(&p_.value, Barrier(kValueFull, at), S::kValues + at * S::kTileBytes, padded.tile,
-                  p_.value_step_h * cursor->g, p_.value_step_b * cursor->b, in_flight);
+    ExpectAndCopy<kValueFull>(at, padded.tile, *cursor, in_flight);
   }
   if (S::kQueriesAfterKeys && cursor->queries_due) LoadQueries(cursor);
   __syncwarp();
@@ -362,25 +364,53 @@ __device__ __forceinline__ void Sm90Attention<S, T>::PublishKvTile(const PaddedT
   cursor->slot.Next();
 }
 
-// Arrives at a barrier, expecting the bytes of a tile, and loads it. in_flight: it is being loaded, and its bytes may
-// complete before this expects them. more: further bytes that complete on the barrier.
+// Arrives at a stage's barrier, expecting the keys or the values of a tile, and loads them. in_flight: they are being
+// loaded, and their bytes may complete before this expects them. more: further bytes that complete on the barrier.
 template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::ExpectAndCopy(const CUtensorMap* map, uint32_t full, int to,
-                                                                   int tile, int h, int b, bool in_flight, int more) {
+template <typename Sm90Attention<S, T>::Kind kFull>
+__device__ __forceinline__ void Sm90Attention<S, T>::ExpectAndCopy(int stage, int tile, const Cursor& cursor,
+                                                                   bool in_flight, int more) {
+  constexpr int kBytes = kFull == kValueFull ? S::kValueBytes : S::kKeyBytes + (S::kInt8 ? S::kScaleBytes : 0);
   if (tile < 0) {
-    Arrive(full);
+    Arrive(Barrier(kFull, stage));
     return;
   }
-  ArriveExpect(full, static_cast<uint32_t>(S::kTileBytes + more));
-  if (!in_flight) CopyKvTile(map, full, to, tile, h, b);
+  ArriveExpect(Barrier(kFull, stage), static_cast<uint32_t>(kBytes + more));
+  if (in_flight) return;
+  if constexpr (kFull == kValueFull) {
+    CopyValues(stage, tile, cursor);
+  } else {
+    CopyKeys(stage, tile, cursor);
+  }
+}
+
+// Loads the keys of a tile into a stage: their bytes complete on its barrier, which may expect them later. With 8-bit
+// operands also the tile's scales.
+template <typename S, typename T>
+__device__ __forceinline__ void Sm90Attention<S, T>::CopyKeys(int stage, int tile, const Cursor& cursor) const {
+  const uint32_t full = Barrier(kKeyFull, stage), to = base_ + S::kKeys + stage * S::kKeyBytes;
+#pragma unroll
+  for (int c = 0; c < kHead / S::kInnerAtom; ++c) {
+    CopyTensor(to + c * S::kN * S::kInnerSpan, &p_.key, full, c * S::kInnerAtom, tile * S::kN, p_.key_step_h * cursor.g,
+               p_.key_step_b * cursor.b);
+  }
+  if constexpr (S::kInt8) {
+    const AttentionParams& p = p_.attention;
+    const int64_t at = (static_cast<int64_t>(cursor.b) * p.G + cursor.g) * ((p.T + S::kN - 1) / S::kN) + tile;
+    CopyBytes(base_ + S::kScales + stage * S::kScaleBytes, p_.tile_scales + at * kTileScales, S::kScaleBytes, full);
+  }
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::CopyKvTile(const CUtensorMap* map, uint32_t full, int to, int tile,
-                                                                int h, int b) const {
+__device__ __forceinline__ void Sm90Attention<S, T>::CopyValues(int stage, int tile, const Cursor& cursor) const {
+  const uint32_t full = Barrier(kValueFull, stage), to = base_ + S::kValues + stage * S::kValueBytes;
+  const int h = p_.value_step_h * cursor.g, b = p_.value_step_b * cursor.b;
+  if constexpr (S::kFp8) {
+    CopyTensor(to, &p_.value, full, tile * S::kN, 0, h, b);
+  } else {
 #pragma unroll
-  for (int c = 0; c < kHead / kAtom; ++c) {
-    CopyTensor(base_ + to + c * S::kN * 128, map, full, c * kAtom, tile * S::kN, h, b);
+    for (int c = 0; c < kHead / kAtom; ++c)
+      CopyTensor(to + c * S::kN * 128, &p_.value, full, c * kAtom, tile * S::kN, h, b);
   }
 }
 

@@ -10,10 +10,8 @@ namespace stof {
 namespace cuda {
 namespace sm90 {
 
-// The row max is that of the first tile, and raised only where a score exceeds it by 2^14: fp16 holds such a weight
-// with a factor of nearly four to spare. So the output is rescaled a few times a row (FlashAttention 4 has the same
-// idea), and most tiles need no maximum.
-constexpr float kSlack = 14.0f, kMostWeight = 16384.0f;
+// The row max is that of the first tile, and raised only where a score exceeds it by S::kSlack. So the output is
+// rescaled a few times a row (FlashAttention 4 has the same idea), and most tiles need no maximum.
 // A row max farther from zero is not subtracted in the same step as the scale. Below -kNear, scores near zero would
 // lose their last bits; above kNear, the rounding of the row max would show in the weights.
 constexpr float kNear = 1024.0f;
@@ -78,12 +76,12 @@ class Softmax {
       sums = __vimax3_s32(sums, __float_as_int(eager.sum[0][c]), __float_as_int(eager.sum[1][c]));
     }
     const bool known = fabsf(row_max[0]) <= kNear && fabsf(row_max[1]) <= kNear;
-    return __any_sync(~0u, !known || top >= __float_as_int(kSlack) || sums >= __float_as_int(kMostWeight)) != 0;
+    return __any_sync(~0u, !known || top >= __float_as_int(S::kSlack) || sums >= __float_as_int(S::kMostWeight)) != 0;
   }
 
-  // Raises the row max where a score exceeds it by kSlack. Scores are in units of log2 once multiplied by `scale`, less
-  // `base`. Subtracts the new row max, sets the factors that rescale earlier sums and outputs, and computes the eager
-  // weights again. kFirst: the first tile of a row, without earlier row max and sums; else scale is 1.
+  // Raises the row max where a score exceeds it by S::kSlack. Scores are in units of log2 once multiplied by `scale`,
+  // less `base`. Subtracts the new row max, sets the factors that rescale earlier sums and outputs, and computes the
+  // eager weights again. kFirst: the first tile of a row, without earlier row max and sums; else scale is 1.
   template <bool kFirst>
   static __device__ __forceinline__ void RaiseMax(float scale, const float (&base)[2], float (&s)[kScores],
                                                   EagerWeights* eager, float (&row_max)[2], float (&factor)[2],
@@ -104,13 +102,16 @@ class Softmax {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = __fmul_rn(fmaxf(top, __shfl_xor_sync(~0u, top, 2)), scale);
       if constexpr (kFirst) {
+        if constexpr (S::kHeadroom != 0.0f) top -= S::kHeadroom;
         row_max[r] = top;
         less[r] = top == -INFINITY ? 0.0f : top;
         far |= fabsf(less[r]) > kFar;
       } else {
         const float old = row_max[r] - base[r], above = ScoreDifference(top, old);
-        const bool raised = above > kSlack;
-        const bool moved = raised || above == 0.0f;  // to a score that counts as equal, so that it becomes equal
+        const bool raised = above > S::kSlack;
+        // To a score that counts as equal, so that it becomes equal.
+        const bool moved = raised || (S::kHeadroom == 0.0f && above == 0.0f);
+        if constexpr (S::kHeadroom != 0.0f) top -= S::kHeadroom;
         row_max[r] = moved ? base[r] + top : row_max[r];
         // Near zero this is what the rounded sum of row_max stands for, so that all tiles subtract the same.
         const float now = fabsf(row_max[r]) <= kNear ? row_max[r] - base[r] : moved ? top : old;

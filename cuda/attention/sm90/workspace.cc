@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/attention/choose_blocks/layout.h"
+#include "cuda/attention/sm90/int8/layout.h"
 #include "cuda/attention/workspace_bounds.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/base/integers.h"
@@ -25,11 +26,17 @@ int64_t BoundSplitBytes(const AttentionArgs& args, const AttentionMask& mask) {
   return splits * SplitBytes(size <= 64 ? 64 : 128);
 }
 
+// Smaller arguments need fewer bytes, whatever the head size is then.
+int64_t BoundInt8Bytes(const AttentionArgs& args) {
+  if (args.precision == AttentionPrecision::kFull) return 0;
+  return Int8Layout(args.shape, args.precision == AttentionPrecision::kInt8Fp8).total;
+}
+
 }  // namespace
 
 int64_t BoundSm90Workspace(const AttentionArgs& args, const AttentionMask& mask) {
   const bool has_mask = !mask.parts.fixed.empty() || !mask.parts.dynamic.empty();
-  return std::max(BoundSplitBytes(args, mask), BoundChoosingBytes(args, has_mask));
+  return std::max({BoundSplitBytes(args, mask), BoundChoosingBytes(args, has_mask), BoundInt8Bytes(args)});
 }
 
 }  // namespace cuda

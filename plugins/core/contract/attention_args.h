@@ -26,6 +26,10 @@ STOF_ALWAYS_INLINE constexpr bool AttendsAllKeys(EmptyRows empty_rows) {
   return empty_rows == EmptyRows::kMean || empty_rows == EmptyRows::kAll;
 }
 
+// The lowest precision that kernels may compute an attention in: that of its operands; scores in int8; or these, and
+// weights and values in fp8. Kernels without such operands compute in full precision.
+enum class AttentionPrecision : int32_t { kFull = 0, kInt8 = 1, kInt8Fp8 = 2 };
+
 struct AttentionShape {
   int64_t B = 0, H = 0, G = 0, S = 0, T = 0, D = 0, Dv = 0;
   DType dtype = DType::kF32;  // of query, key, value, output
@@ -225,6 +229,7 @@ struct AttentionArgs {
   PackedSequences sequences;
   AttentionOutput output;
   bool allow_tf32 = false;  // fp32 matmuls may round their operands to TF32
+  AttentionPrecision precision = AttentionPrecision::kFull;
   const char* kernel = "";  // the CUDA kernel to take where it suits; "" leaves the choice to the library
 };
 

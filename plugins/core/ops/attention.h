@@ -51,6 +51,7 @@ struct AttentionAttributes {
   bool query_offset = false;
   EmptyRows empty_rows = EmptyRows::kZero;
   bool allow_tf32 = false;
+  AttentionPrecision precision = AttentionPrecision::kFull;
   std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...
   SequenceRoles sequences;

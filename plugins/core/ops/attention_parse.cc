@@ -88,6 +88,19 @@ Status ParsePacked(const AttributeReader& attributes, AttentionAttributes* parse
 
 }  // namespace
 
+// Attribute precision.
+Status ParsePrecision(const AttributeReader& attributes, AttentionPrecision* precision) {
+  std::string text;
+  attributes.String("precision", &text);
+  static constexpr const char* kPrecisions[] = {"", "int8", "int8_fp8"};
+  const auto* found = std::find(std::begin(kPrecisions), std::end(kPrecisions), text);
+  if (found == std::end(kPrecisions)) {
+    return Status::Error("attribute precision is " + Quote(text, kMostQuoted) + ", expected nothing, int8 or int8_fp8");
+  }
+  *precision = static_cast<AttentionPrecision>(found - std::begin(kPrecisions));
+  return Status();
+}
+
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed) {
   AttentionAttributes& a = *parsed;
   std::string text;
@@ -119,6 +132,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   STOF_RETURN_IF_ERROR(ParsePacked(attributes, &a));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "query_offset", &a.query_offset));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_tf32", &a.allow_tf32));
+  STOF_RETURN_IF_ERROR(ParsePrecision(attributes, &a.precision));
   STOF_RETURN_IF_ERROR(ParseSkipThreshold(attributes, &a.skip_threshold));
   STOF_RETURN_IF_ERROR(ParseBlockThreshold(attributes, &a.block_threshold));
   text = "zero";

@@ -25,6 +25,13 @@ class Rendezvous {
     }
     all_.wait(lock, [&] { return turn_ != turn; });
   }
+  // Counts as a thread that waits, but goes on.
+  void Arrive() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (++arrived_ < count_) return;
+    arrived_ = 0, ++turn_;
+    all_.notify_all();
+  }
 
  private:
   const int count_;

@@ -150,7 +150,7 @@ static inline void __syncwarp() { stof::test::emulated_sm90::OwnWarp().lanes.Wai
 static inline void __syncthreads() { stof::test::emulated_sm90::Current()->threads->Wait(); }
 template <typename T>
 static T __shfl_sync(unsigned, T x, int source) {
-  return stof::test::emulated_sm90::Exchange(x, static_cast<unsigned>(source));
+  return stof::test::emulated_sm90::Exchange(x, static_cast<unsigned>(source) % 32);
 }
 template <typename T>
 static T __shfl_xor_sync(unsigned, T x, int other) {
@@ -246,30 +246,51 @@ static inline void SyncNamed(int id, int threads) {
   own->Wait();
 }
 
-// A box of 64 columns: rows of 128 bytes, of which 16-byte units are exchanged by the row within 8.
-static inline void CopyTensor(uint32_t to, const CUtensorMap* map, uint32_t barrier, int d, int s, int h, int) {
-  auto& cta = *test::emulated_sm90::Current();
-  for (int row = 0; row < map->box_rows; ++row) {
-    for (int unit = 0; unit < 8; ++unit) {
-      unsigned char bytes[16] = {};
-      if (s + row < map->rows) {
-        const int64_t at = (h * map->rows + s + row) * map->size + d;
-        std::memcpy(bytes, static_cast<const unsigned char*>(map->data) + 2 * at + 16 * unit, 16);
-      }
-      std::memcpy(cta.shared + to + 128 * row + 16 * (unit ^ row % 8), bytes, 16);
+// Where the swizzle of rows of `span` bytes puts an address: bits 4 to 6 are exchanged by bits 7 to 9, or bits 4 and 5
+// by bits 7 and 8.
+static inline uint32_t Swizzle(uint32_t address, int span) {
+  return address ^ (address >> 7 & (span == 128 ? 7u : 3u)) << 4;
+}
+// Calls `copy` with each 16 bytes of a box: their address in shared memory, and in the tensor; nullptr: out of bounds.
+template <typename Copy>
+static void ForUnitsOfBox(uint32_t shared, const CUtensorMap& map, int d, int s, int h, int b, const Copy& copy) {
+  for (int row = 0; row < map.box_rows; ++row) {
+    for (int unit = 0; unit < map.span / 16; ++unit) {
+      const int64_t at = ((b * map.heads + h) * map.rows + s + row) * map.size + d;
+      auto* const bytes = static_cast<unsigned char*>(const_cast<void*>(map.data)) + map.item * at + 16 * unit;
+      copy(Swizzle(shared + static_cast<uint32_t>(map.span * row + 16 * unit), map.span),
+           s + row < map.rows ? bytes : nullptr);
     }
   }
+}
+static inline void CompleteBytes(uint32_t barrier, int64_t bytes) {
+  auto& cta = *test::emulated_sm90::Current();
   const std::lock_guard<std::mutex> lock(cta.mutex);
   auto& own = cta.mbarriers.at(barrier);
-  own.bytes -= 128 * map->box_rows;
+  own.bytes -= bytes;
   own.EndIfComplete(&cta.waiting);
+}
+static inline void CopyTensor(uint32_t to, const CUtensorMap* map, uint32_t barrier, int d, int s, int h, int b) {
+  unsigned char* const memory = test::emulated_sm90::Current()->shared;
+  ForUnitsOfBox(to, *map, d, s, h, b, [memory](uint32_t at, const unsigned char* from) {
+    std::memset(memory + at, 0, 16);
+    if (from != nullptr) std::memcpy(memory + at, from, 16);
+  });
+  CompleteBytes(barrier, int64_t{map->span} * map->box_rows);
 }
 
 static inline uint32_t DescribeInner(uint32_t address) { return address >> 4 | 1u << 16; }
 static inline uint64_t Operand(uint32_t low) { return low; }
 
+template <int kCount>
+static void MultiplyAcross(float (&c)[kCount], const uint32_t* a, uint64_t b);  // attention_device.h
+
 template <typename T>
 struct Wgmma {
+  template <int kCount>
+  static void Across(float (&c)[kCount], const uint32_t* a, uint64_t b) {
+    MultiplyAcross(c, a, b);
+  }
   // An element of a K-major operand whose atoms of 8 rows follow each other.
   static float ElementOf(uint64_t operand, int row, int k) {
     const auto linear =

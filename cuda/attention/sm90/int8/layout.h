@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 8-bit operands of an attention in device memory: what the quantization kernels write and the sm_90a kernels read
+// (docs/design/attention-8bit.md). Plain C++.
+#ifndef STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
+#define STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/attention/params.h"
+#include "cuda/common/host_device.h"
+#include "plugins/core/base/integers.h"
+
+namespace stof {
+namespace cuda {
+
+constexpr int kInt8TileKeys = 128;  // keys of a KV tile of every kernel with 8-bit operands
+
+// Scales of a KV tile: of its key groups, then of its values; padded for a bulk copy.
+constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kTileScales = 12;
+
+// The group of a key of a tile: a thread of the sm_90a kernels has the scores of two keys in every eight, and so meets
+// one group among the first eight keys and one among the others. An attention sink raises the scale of two keys.
+STOF_HD constexpr int KeyGroupOf(int key) { return (key < 8 ? 0 : 4) + key % 8 / 2; }
+
+// Where the transposed values of a tile have a key: the order in which a thread's scores are its A fragment of an 8-bit
+// wgmma. Within 16 keys, thread t has keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, and the fragment columns 4 t to 4 t + 3.
+STOF_HD constexpr int ValueColumnOf(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2; }
+
+// Partial sums of the keys of a head, by ranges of keys.
+STOF_HD constexpr int KeySumParts(int64_t keys) {
+  const int64_t parts = (keys + 255) / 256;
+  return static_cast<int>(parts < 32 ? parts : 32);
+}
+
+// Byte offsets in the workspace, each aligned to 128.
+struct Int8Layout {
+  int64_t query = 0;         // int8 [B, H, S, D]
+  int64_t key = 0;           // int8 [B, G, T, D], less the mean of the keys
+  int64_t value = 0;         // e4m3 [B, G, D, tiles * 128], in the order of ValueColumnOf; with fp8 only
+  int64_t query_scales = 0;  // float [B, H, S]
+  int64_t query_shifts = 0;  // float [B, H, S]
+  int64_t tile_scales = 0;   // float [B, G, tiles, kTileScales]
+  int64_t key_sums = 0;      // float [B, G, parts, D + 1]: sums of unpadded keys, and their number
+  int64_t total = 0;
+
+  Int8Layout(const AttentionShape& shape, bool fp8) {
+    const int64_t rows = shape.B * shape.H * shape.S, heads = shape.B * shape.G;
+    const int64_t tiles = CeilDiv(shape.T, int64_t{kInt8TileKeys});
+    const auto take = [this](int64_t bytes) {
+      const int64_t at = total;
+      total += RoundUp(bytes, 128);
+      return at;
+    };
+    query = take(rows * shape.D);
+    key = take(heads * shape.T * shape.D);
+    value = take(fp8 ? heads * tiles * kInt8TileKeys * shape.D : 0);
+    query_scales = take(4 * rows);
+    query_shifts = take(4 * rows);
+    tile_scales = take(4 * heads * tiles * kTileScales);
+    key_sums = take(4 * heads * KeySumParts(shape.T) * (shape.D + 1));
+  }
+};
+
+struct Int8Params {
+  AttentionParams attention;
+  int32_t tiles = 0, parts = 0;  // KV tiles and partial sums of a head
+  int32_t key_ctas = 0;          // of the quantization kernel: one a KV tile, the others have queries
+  int8_t* query = nullptr;
+  int8_t* key = nullptr;
+  uint8_t* value = nullptr;  // nullptr: values stay as they are
+  float* query_scales = nullptr;
+  float* query_shifts = nullptr;  // nullptr: not wanted
+  float* tile_scales = nullptr;
+  float* key_sums = nullptr;
+};
+
+// Queues the kernels that quantize the operands. bf16: of the inputs. Gives a CUDA error code, 0 for none. stream is a
+// cudaStream_t.
+int LaunchQuantize(const Int8Params& params, bool bf16, void* stream);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/sm90/int8/quantize.cuh"
+
+namespace stof {
+namespace cuda {
+namespace {
+
+template <typename T, int kHead>
+int Launch(const Int8Params& params, void* stream) {
+  const AttentionParams& p = params.attention;
+  const int error = LaunchKernel<Int8Params, int8::SumKeys<T, kHead>>(
+      params, static_cast<unsigned>(p.B * p.G * params.parts), int8::kThreads, 0, stream, true);
+  if (error != 0) return error;
+  const int query_ctas = p.B * p.H * ((p.S + int8::kQueriesOfCta - 1) / int8::kQueriesOfCta);
+  return LaunchKernel<Int8Params, int8::QuantizeOperands<T, kHead>>(
+      params, static_cast<unsigned>(params.key_ctas + query_ctas), int8::kThreads, 0, stream, true);
+}
+
+}  // namespace
+
+int LaunchQuantize(const Int8Params& params, bool bf16, void* stream) {
+  if (params.attention.D == 64) {
+    return bf16 ? Launch<__nv_bfloat16, 64>(params, stream) : Launch<__half, 64>(params, stream);
+  }
+  return bf16 ? Launch<__nv_bfloat16, 128>(params, stream) : Launch<__half, 128>(params, stream);
+}
+
+}  // namespace cuda
+}  // namespace stof

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Problems for the tests of attention with 8-bit operands.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "tests/cpp/check.h"
+#include "tests/cpp/int8_attention/int8_reference.h"
+
+namespace stof::test::int8 {
+
+struct MaskCase {
+  const char* text;
+  bool (*allows)(int64_t h, int64_t q, int64_t k);
+};
+inline constexpr MaskCase kNoMask = {"", [](int64_t, int64_t, int64_t) { return true; }};
+inline constexpr MaskCase kCausal = {"k <= q", [](int64_t, int64_t q, int64_t k) { return k <= q; }};
+inline constexpr MaskCase kWindow = {"k <= q and (k < 4 or q - k < 150)",
+                                     [](int64_t, int64_t q, int64_t k) { return k <= q && (k < 4 || q - k < 150); }};
+inline constexpr MaskCase kScattered = {"(k + h) % 3 != 0 and k < q + 40",
+                                        [](int64_t h, int64_t q, int64_t k) { return (k + h) % 3 != 0 && k < q + 40; }};
+inline constexpr MaskCase kEmptyRows = {"k + 100 < q", [](int64_t, int64_t q, int64_t k) { return k + 100 < q; }};
+
+enum class Keys { kGaussian, kOffset, kSink };
+struct Case {
+  int64_t B = 1, H = 2, G = 1, S = 200, T = 300;
+  MaskCase mask = kNoMask;
+  Keys keys = Keys::kGaussian;
+  bool padding = false, sink = false, lse = true, scheduled = false, half_tiles = false;
+};
+
+inline double Gaussian(Random* random) {
+  double sum = 0;
+  for (int i = 0; i < 12; ++i) sum += random->Unit();
+  return sum / 2;
+}
+
+// Of head size D. padded_values: padded values may be NaN, too. round: to the type of the inputs.
+inline Dense Draw(const Case& c, int64_t D, bool padded_values, double (*round)(double), Random* random) {
+  Dense p;
+  p.B = c.B, p.H = c.H, p.G = c.G, p.S = c.S, p.T = c.T, p.D = D, p.scale = 1 / std::sqrt(static_cast<double>(D));
+  const auto draw = [&](int64_t rows) {
+    std::vector<double> x;
+    for (int64_t i = 0; i < rows * D; ++i) x.push_back(round(Gaussian(random)));
+    return x;
+  };
+  p.query = draw(c.B * c.H * c.S), p.key = draw(c.B * c.G * c.T), p.value = draw(c.B * c.G * c.T);
+  for (size_t i = 0; i < p.key.size(); ++i) {
+    const auto d = static_cast<int64_t>(i) % D, k = static_cast<int64_t>(i) / D % c.T;
+    if (c.keys == Keys::kOffset && d % 32 == 5) p.key[i] = round(p.key[i] + 30);
+    if (c.keys == Keys::kSink && k == 0) p.key[i] *= 4, p.value[i] = round(p.value[i] / 8);
+  }
+  for (int64_t i = 0; i < c.B * c.T; ++i) {
+    const int64_t b = i / c.T, k = i % c.T;
+    p.exists.push_back(!c.padding || (b == 0 ? k < c.T - 70 : k >= 130) ? 1 : 0);
+    // What padding holds must change nothing.
+    for (int64_t at = 0; at < c.G * D && p.exists.back() == 0; ++at) {
+      const auto place = static_cast<size_t>(((b * c.G + at / D) * c.T + k) * D + at % D);
+      p.key[place] = std::nan("");
+      if (padded_values) p.value[place] = std::nan("");  // values in 16 bits are multiplied by weights of 0
+    }
+  }
+  for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
+    for (int64_t k = 0; k < c.T; ++k) {
+      const bool allowed = c.mask.allows(row / c.S % c.H, row % c.S, k);
+      p.allowed.push_back(allowed && p.exists[static_cast<size_t>(row / c.S / c.H * c.T + k)] != 0 ? 1 : 0);
+    }
+  }
+  for (int64_t h = 0; h < c.H && c.sink; ++h) p.sink.push_back(round(1.5 + static_cast<double>(h)));
+  return p;
+}
+
+}  // namespace stof::test::int8
