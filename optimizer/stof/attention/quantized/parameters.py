@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantized operators are told of their tensors: a scale and a zero point each; and which nodes round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from stof.graph.index import GraphIndex, domain_of
+from stof.graph.node_fields import input_of
+
+CONTRIB = "com.microsoft"
+_QUANTIZES = frozenset({("", "QuantizeLinear"), (CONTRIB, "QuantizeLinear")})
+_DEQUANTIZES = frozenset({("", "DequantizeLinear"), (CONTRIB, "DequantizeLinear")})
+_KEEPS_CONSTANTS = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose", "Identity", "Cast", "Reshape"})
+_MOST_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A scale and a zero point, by the names of their tensors; the zero point of 0 may have none."""
+
+    scale: str
+    zero_point: str = ""
+
+    @classmethod
+    def of(cls, node: onnx.NodeProto, first: int) -> Quantizer:
+        """What inputs ``first`` and ``first + 1`` of a node say."""
+        return cls(input_of(node, first), input_of(node, first + 1))
+
+    @property
+    def inputs(self) -> list[str]:
+        """The inputs of a QuantizeLinear or DequantizeLinear behind its first one."""
+        return [self.scale, self.zero_point] if self.zero_point else [self.scale]
+
+
+def is_quantize(node: onnx.NodeProto) -> bool:
+    """Whether a node rounds a float tensor by a scale that it is given."""
+    return (domain_of(node), node.op_type) in _QUANTIZES
+
+
+def is_dequantize(node: onnx.NodeProto) -> bool:
+    """Whether a node makes floats of codes."""
+    return (domain_of(node), node.op_type) in _DEQUANTIZES
+
+
+class QuantizedConstants:
+    """The constants of a graph: initializers, Constant nodes, and what is made of them alone."""
+
+    def __init__(self, index: GraphIndex) -> None:
+        self._index = index
+
+    def array(self, tensor: str) -> np.ndarray | None:
+        """A stored constant, or the output of a Constant node; None where it is neither, or lies in another file."""
+        stored = self._index.initializers.get(tensor)
+        if stored is not None and tensor not in self._index.inputs:
+            return None if stored.data_location == onnx.TensorProto.EXTERNAL else numpy_helper.to_array(stored)
+        node = self._index.producer(tensor)
+        if node is None or node.op_type != "Constant":
+            return None
+        value = next((a.t for a in node.attribute if a.name == "value"), None)
+        return None if value is None else numpy_helper.to_array(value)
+
+    def is_constant(self, tensor: str, depth: int = 0) -> bool:
+        """Whether a tensor does not depend on inputs of the graph: a weight, perhaps quantized."""
+        if tensor in self._index.initializers:
+            return tensor not in self._index.inputs
+        node = self._index.producer(tensor)
+        if node is None or depth > _MOST_DEPTH:
+            return False
+        if node.op_type == "Constant":
+            return True
+        return node.op_type in _KEEPS_CONSTANTS and self.is_constant(node.input[0], depth + 1)
+
+    def is_per_tensor(self, quantizer: Quantizer) -> bool:
+        """Whether a scale is one number, for all elements."""
+        node = self._index.producer(quantizer.scale)
+        if node is not None and node.op_type == "DynamicQuantizeLinear":
+            return True
+        scale = self.array(quantizer.scale)
+        return scale is not None and scale.size == 1
+
+    def are_equal(self, one: Quantizer, other: Quantizer) -> bool:
+        """Whether two quantizers are the same function, so that a code of the one is a code of the other."""
+        if one == other:
+            return True
+        pairs = ((self.array(one.scale), self.array(other.scale)), (self._zero_point(one), self._zero_point(other)))
+        return all(
+            a is not None and b is not None and a.dtype == b.dtype and a.size == b.size == 1 and a.item() == b.item()
+            for a, b in pairs
+        )
+
+    def _zero_point(self, quantizer: Quantizer) -> np.ndarray | None:
+        return self.array(quantizer.zero_point) if quantizer.zero_point else np.zeros((), np.uint8)
