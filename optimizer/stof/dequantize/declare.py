@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stof.attention.expand.expanders import make_working_copy
-from stof.attention.quantized.float_cores import QuantizedCore, find_quantized_cores, with_float_cores
+from stof.attention.quantized.core_form import QuantizedCore, with_cores
+from stof.attention.quantized.core_search import find_float_cores
 from stof.attention.report import KEY
 from stof.attention.subgraphs import find_scopes
 from stof.errors import ArgumentError
@@ -54,7 +55,7 @@ def dequantize_attention(job: Job, given: Sequence[GivenFeed], is_dry: bool) -> 
         )
     reference = "" if options.float_model is None else str(options.float_model)
     with job.step("dequantize"):
-        cores = find_quantized_cores(job.model)
+        cores = find_float_cores(job.model)
         if not cores:
             return replace(job, dequantized=DequantizedAttention([], reference=reference))
         found = _find_sites(job, cores)
@@ -71,7 +72,7 @@ def dequantize_attention(job: Job, given: Sequence[GivenFeed], is_dry: bool) -> 
                 result.sites.append(name)
                 chosen.append(core)
         selections = {**job.selections, KEY: found.selection_of_others(job.selections[KEY], cores)}
-        model = with_float_cores(job.model, chosen)
+        model = with_cores(job.model, chosen)
     return replace(job, model=model, dequantized=result, selections=selections)
 
 
@@ -89,11 +90,11 @@ class _FoundSites:
 
     def of(self, core: QuantizedCore) -> AttentionSite | None:
         """The site of a core; None where the search has refused it."""
-        return self._by_softmax.get(core.float_softmax)
+        return self._by_softmax.get(core.new_softmax)
 
     def reason_of(self, core: QuantizedCore) -> str:
         """Why the search has refused a core."""
-        return self._reasons.get(core.float_softmax, _OTHERS)
+        return self._reasons.get(core.new_softmax, _OTHERS)
 
     def selection_of_others(self, selection: Selection, cores: Sequence[QuantizedCore]) -> Selection:
         """What options select of the model that the ops get, by names: what stays quantized is no longer counted there.
@@ -115,7 +116,7 @@ class _FoundSites:
 
 def _find_sites(job: Job, cores: Sequence[QuantizedCore]) -> _FoundSites:
     """Raises ArgumentError for options that name no site."""
-    scopes = find_scopes(make_working_copy(with_float_cores(job.model, cores)))
+    scopes = find_scopes(make_working_copy(with_cores(job.model, cores)))
     sites = [site for scope in scopes for site in scope.sites]
     findings = [finding for scope in scopes for finding in scope.findings]
     job.selections[KEY].check([*map(_named, sites), *(NamedCandidate(f.site) for f in findings)])

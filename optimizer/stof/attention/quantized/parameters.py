@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from stof.graph.index import GraphIndex, domain_of
 from stof.graph.node_fields import input_of
+from stof.mask.roundings import Quantizer, Steps
 
 CONTRIB = "com.microsoft"
 _QUANTIZES = frozenset({("", "QuantizeLinear"), (CONTRIB, "QuantizeLinear")})
@@ -19,22 +18,9 @@ _KEEPS_CONSTANTS = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose",
 _MOST_DEPTH = 8
 
 
-@dataclass(frozen=True)
-class Quantizer:
-    """A scale and a zero point, by the names of their tensors; the zero point of 0 may have none."""
-
-    scale: str
-    zero_point: str = ""
-
-    @classmethod
-    def of(cls, node: onnx.NodeProto, first: int) -> Quantizer:
-        """What inputs ``first`` and ``first + 1`` of a node say."""
-        return cls(input_of(node, first), input_of(node, first + 1))
-
-    @property
-    def inputs(self) -> list[str]:
-        """The inputs of a QuantizeLinear or DequantizeLinear behind its first one."""
-        return [self.scale, self.zero_point] if self.zero_point else [self.scale]
+def quantizer_of(node: onnx.NodeProto, first: int) -> Quantizer:
+    """What inputs ``first`` and ``first + 1`` of a node say."""
+    return Quantizer(input_of(node, first), input_of(node, first + 1))
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
@@ -95,3 +81,12 @@ class QuantizedConstants:
 
     def _zero_point(self, quantizer: Quantizer) -> np.ndarray | None:
         return self.array(quantizer.zero_point) if quantizer.zero_point else np.zeros((), np.uint8)
+
+    def steps(self, quantizer: Quantizer) -> Steps | None:
+        """The numbers of a quantizer to 8 bits; None where they are no constants, or of another type."""
+        scale, point = self.array(quantizer.scale), None
+        if quantizer.zero_point and (point := self.array(quantizer.zero_point)) is None:
+            return None
+        if scale is None or scale.size != 1 or (point is not None and point.dtype.name not in ("int8", "uint8")):
+            return None
+        return Steps.of(scale, point)
