@@ -27,7 +27,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class SiteRoundings:
-    """What is rounded in a site whose query, key and value are codes.
+    """What is rounded in a site whose query, key and value are numbers of codes.
 
     Attributes:
         query: how its codes become numbers.
@@ -119,5 +119,7 @@ class Steps:
         """Where numbers are so near to the middle between two codes that rounding errors of this share decide."""
         steps = x / self.scale
         beside = np.abs(np.abs(steps - np.trunc(steps)) - 0.5)
-        inside = (steps + self.zero_point > _LOWEST[self.kind] - 1) & (steps + self.zero_point < _HIGHEST[self.kind] + 1)
+        inside = (steps + self.zero_point > _LOWEST[self.kind] - 1) & (
+            steps + self.zero_point < _HIGHEST[self.kind] + 1
+        )
         return np.asarray(inside & (beside <= relative * np.maximum(np.abs(steps), 1.0)))

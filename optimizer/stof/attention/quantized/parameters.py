@@ -7,7 +7,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from stof.graph.index import GraphIndex, domain_of
+from stof.attention.move_paths import MOVES
+from stof.graph.index import GraphIndex, domain_of, is_standard
 from stof.graph.node_fields import input_of
 from stof.mask.roundings import Quantizer, Steps
 
@@ -16,6 +17,7 @@ _QUANTIZES = frozenset({("", "QuantizeLinear"), (CONTRIB, "QuantizeLinear")})
 _DEQUANTIZES = frozenset({("", "DequantizeLinear"), (CONTRIB, "DequantizeLinear")})
 _KEEPS_CONSTANTS = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose", "Identity", "Cast", "Reshape"})
 _MOST_DEPTH = 8
+_MOST_MOVES = 24  # as of paths to operands
 
 
 def quantizer_of(node: onnx.NodeProto, first: int) -> Quantizer:
@@ -31,6 +33,30 @@ def is_quantize(node: onnx.NodeProto) -> bool:
 def is_dequantize(node: onnx.NodeProto) -> bool:
     """Whether a node makes floats of codes."""
     return (domain_of(node), node.op_type) in _DEQUANTIZES
+
+
+def match_rounding(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto, Quantizer] | None:
+    """The QuantizeLinear before a DequantizeLinear, where both are of one scale: together they round."""
+    if not is_dequantize(node):
+        return None
+    quantize = index.producer(node.input[0])
+    if quantize is None or not is_quantize(quantize):
+        return None
+    quantizer = quantizer_of(node, 1)
+    are_equal = QuantizedConstants(index).are_equal(quantizer_of(quantize, 1), quantizer)
+    return (quantize, quantizer) if are_equal else None
+
+
+def find_dequantize(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
+    """The DequantizeLinear whose numbers a tensor has, perhaps moved; None where it has others."""
+    for _ in range(_MOST_MOVES):
+        node = index.producer(tensor)
+        if node is None or is_dequantize(node):
+            return node
+        if not is_standard(node) or node.op_type not in MOVES:
+            return None
+        tensor = node.input[0]
+    return None
 
 
 class QuantizedConstants:
