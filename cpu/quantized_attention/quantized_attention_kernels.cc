@@ -39,7 +39,7 @@ inline void WriteMean(const QuantizedProblem& p, const TileRows& rows, int64_t r
   const AttentionShape& shape = p.args->attention.shape;
   const Quantization& weight = p.args->weight;
   const int64_t head = rows.b * shape.G + rows.g;
-  const double steps = 1.0 / (static_cast<double>(shape.T) * double{weight.scale});
+  const float steps = 1.0f / static_cast<float>(shape.T) / weight.scale;
   const int32_t code = RankOf(steps, weight) - weight.zero_rank();
   const double unit = code * double{weight.scale} * double{p.args->value.scale};
   float* const to = OutputRow(p, rows, row);

@@ -44,37 +44,42 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 inline float Finite(double x) { return x > 3.4e38 ? 3.4e38f : static_cast<float>(x); }
 
 // The rank of a number of steps.
-inline uint8_t RankOf(double steps, const Quantization& q) {
-  const double rank = __builtin_nearbyint(steps < -1e6 ? -1e6 : steps > 1e6 ? 1e6 : steps) + q.zero_rank();
-  return static_cast<uint8_t>(rank < 0 ? 0 : rank > 255 ? 255 : rank);
+inline uint8_t RankOf(float steps, const Quantization& q) {
+  const float low = static_cast<float>(-q.zero_rank()), high = static_cast<float>(255 - q.zero_rank());
+  const float rounded = ((steps < low ? low : steps > high ? high : steps) + kRoundToInteger) - kRoundToInteger;
+  return static_cast<uint8_t>(static_cast<int32_t>(rounded) + q.zero_rank());
 }
 
+// The operations in fp32 are those of the graph, in its order: a value at a tie is rounded as there. The factor of the
+// first rounding is that of QLinearMatMul.
 inline void FillRankTables(const QuantizedProblem& p, RankTables* t) {
   const QuantizedAttentionArgs& args = *p.args;
-  double unit = double{args.query.scale} * double{args.key.scale};  // of what has been rounded so far, or of products
+  const float scale = args.attention.scores.scale;
   const Quantization* before = nullptr;
   bool is_scaled = false;
+  float unit = args.query.scale * args.key.scale;  // of products, or of ranks after a rounding
   t->has_one_rounding = true;
   for (int i = 0; i < 256; ++i) t->last[i] = static_cast<uint8_t>(i);
   for (const Quantization* next : {&args.score, &args.scaled_score, &args.biased_score}) {
-    if (!is_scaled && next != &args.score) {
-      unit *= double{args.attention.scores.scale};
-      is_scaled = true;
-    }
     if (!next->given()) continue;
-    const double steps = unit / double{next->scale};
+    const bool scales = next != &args.score && !is_scaled;
     if (before == nullptr) {
-      t->factor = Finite(steps);
+      t->factor = Finite(double{(scales ? unit * scale : unit) / next->scale});
       t->zero_rank = next->zero_rank();
     } else {
       t->has_one_rounding = false;
-      for (uint8_t& rank : t->last) rank = RankOf((rank - before->zero_rank()) * steps, *next);
+      for (uint8_t& rank : t->last) {
+        float number = static_cast<float>(rank - before->zero_rank()) * before->scale;
+        if (scales) number *= scale;
+        rank = RankOf(number / next->scale, *next);
+      }
     }
+    is_scaled = is_scaled || scales;
     before = next;
-    unit = double{next->scale};
   }
+  const double step = double{before->scale} * (is_scaled ? 1.0 : double{scale});
   for (int i = 0; i < 256; ++i) {
-    const double weight = __builtin_exp(-i * unit);
+    const double weight = __builtin_exp(-i * step);
     t->weights[i] = static_cast<float>(weight);
     t->exponents[i] = static_cast<uint32_t>(weight * 2147483648.0 + 0.5);
     for (int byte = 0; byte < 4; ++byte) {
@@ -106,16 +111,15 @@ inline void FindRanks(const QuantizedProblem& p, const TileRows& rows, const Row
 // ---- fp32 ----
 // x rounded to a code, as a number again.
 struct Rounding {
-  float inverse = 0.0f, scale = 0.0f, low = 0.0f, high = 0.0f;
+  float scale = 0.0f, low = 0.0f, high = 0.0f;
   explicit Rounding(const Quantization& q)
-      : inverse(Finite(1.0 / double{q.scale})),
-        scale(q.scale),
-        low(static_cast<float>(-q.zero_rank())),
-        high(static_cast<float>(255 - q.zero_rank())) {}
-  V Of(V x) const {
-    const V steps = Simd::Min(Simd::Set1(high), Simd::Max(Simd::Set1(low), Simd::Mul(x, Simd::Set1(inverse))));
-    return Simd::Mul(Simd::Round(steps), Simd::Set1(scale));
+      : scale(q.scale), low(static_cast<float>(-q.zero_rank())), high(static_cast<float>(255 - q.zero_rank())) {}
+  // steps: x / scale.
+  V OfSteps(V steps) const {
+    const V bounded = Simd::Min(Simd::Set1(high), Simd::Max(Simd::Set1(low), steps));
+    return Simd::Mul(Simd::Round(bounded), Simd::Set1(scale));
   }
+  V Of(V x) const { return OfSteps(Simd::Div(x, Simd::Set1(scale))); }
 };
 
 // The bias of a row for the keys of a tile, zeros beyond T.
@@ -131,12 +135,12 @@ inline void LoadBias(const PairBias& bias, const TileRows& rows, int64_t row, in
 }
 
 struct FloatScores {
-  float unit, scale;
+  float unit, scale;  // unit: of products, in steps of the first rounding where it is that of products
   bool has_score, has_scaled, has_biased;
   Rounding score, scaled, biased;
 
   explicit FloatScores(const QuantizedAttentionArgs& args)
-      : unit(Finite(double{args.query.scale} * double{args.key.scale})),
+      : unit(Finite(double{args.query.scale * args.key.scale / (args.score.given() ? args.score.scale : 1.0f)})),
         scale(args.attention.scores.scale),
         has_score(args.score.given()),
         has_scaled(args.scaled_score.given()),
@@ -152,7 +156,7 @@ struct FloatScores {
       alignas(64) float converted[kWidth];
       for (int i = 0; i < kWidth; ++i) converted[i] = static_cast<float>(products[k + i]);
       V x = Simd::Mul(Simd::Load(converted), Simd::Set1(unit));
-      if (has_score) x = score.Of(x);
+      if (has_score) x = score.OfSteps(x);
       x = Simd::Mul(x, Simd::Set1(scale));
       if (has_scaled) x = scaled.Of(x);
       if (bias != nullptr) x = Simd::Add(x, Simd::Load(bias + k));
