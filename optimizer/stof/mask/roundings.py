@@ -73,11 +73,8 @@ class SiteRoundings:
         return tuple(dict.fromkeys(t for q in self.by_role.values() for t in q.inputs))
 
 
-QUANTIZER_ROLES = tuple(
-    f"{role}_{word}"
-    for role in ("query", "key", "value", "score", "scaled_score", "biased_score", "weight")
-    for word in ("scale", "zero_point")
-)
+ROLES = ("query", "key", "value", "score", "scaled_score", "biased_score", "weight")
+QUANTIZER_ROLES = tuple(f"{role}_{word}" for role in ROLES for word in ("scale", "zero_point"))
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from stof.attention.describe.site_problem import SiteProblem
+from stof.attention.limits import AttentionLimits
 from stof.attention.quantized.function_body import QUANTIZED_OP
+from stof.mask.roundings import ROLES
 from stof.mask.site import EmptyRows
-from stof.runtime.library import LibraryError, op_limits
+from stof.runtime.library import EARLIER, LibraryError, op_limits, type_limits
 
 # Per query, key and head, in units of one multiplication of codes at the runtime's own rate of int8 matmuls. Both roundings and
 # the softmax are passes over scores: the runtime writes and reads them in memory, the operator a strip in the cache.
@@ -19,12 +21,20 @@ _OWN_PASSES = 2.0
 def refusals(problem: SiteProblem, target: str) -> list[str]:
     """The reasons against running a problem whose query, key and value are codes; empty when there are none."""
     try:
-        limits = op_limits().get(QUANTIZED_OP, {}).get("targets", {}).get(target)
+        if QUANTIZED_OP not in op_limits():
+            return [f"the plugin library has no {QUANTIZED_OP}: {EARLIER}"]
+        types = type_limits(QUANTIZED_OP, target, AttentionLimits)
     except LibraryError as error:
         return [str(error)]
+    limits = types.get(problem.dtype)
     if limits is None:
-        return [f"the plugin library has no {QUANTIZED_OP} for target {target}"]
+        return [f"attention is rounded to 8 bits, and target {target} has no kernels for that"]
     reasons = []
+    largest = max(problem.head_size, problem.value_head_size)
+    if largest > limits.largest_head_size:
+        reasons.append(f"head size {largest}, expected 1 to {limits.largest_head_size}")
+    if len(problem.tables) + len(problem.operands) + problem.has_bias + 2 * len(ROLES) > limits.most_operands:
+        reasons.append(f"more than {limits.most_operands} operands")
     if problem.softcap or problem.has_sink:
         reasons.append("a soft cap or a sink beside roundings to 8 bits")
     if problem.has_relative_bias or problem.has_relative_factor or problem.relative_terms:
