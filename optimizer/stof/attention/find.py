@@ -14,7 +14,8 @@ from stof.attention.edit.shape_sources import ShapeSources
 from stof.attention.layouts import OperandLayout, layout_candidates
 from stof.attention.limits import element_types, largest_head_size
 from stof.attention.other_softmaxes import explain_other_softmax, name_default_inputs
-from stof.attention.quantized.score_roundings import RoundedScores, RoundedWay, with_roundings
+from stof.attention.quantized.core_form import NOTHING_ROUNDED, RoundedForms
+from stof.attention.quantized.score_roundings import RoundedScores, RoundedWay, RoundingError, with_roundings
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.sinks import Sink, find_sink
 from stof.attention.softmax_forms import SoftmaxForm, match_softmax
@@ -47,7 +48,7 @@ def find_sites(
     names: FreshNames | None = None,
     first_index: int = 0,
     softmaxes: frozenset[str] | None = None,
-    unrounded: frozenset[str] = frozenset(),
+    rounded: RoundedForms = NOTHING_ROUNDED,
 ) -> tuple[list[AttentionSite], list[Finding]]:
     """Finds the attention sites of the main graph; for every other softmax the finding says what is in the way.
 
@@ -60,7 +61,7 @@ def find_sites(
         names: of the sites of other graphs; those of this one are added.
         first_index: the index of the first site.
         softmaxes: outputs of the softmaxes to search from; None: all, with those in local functions that were not inlined.
-        unrounded: masks that are rounded in the original, and not here.
+        rounded: what became of quantized attention.
     """
     index = GraphIndex(model.graph, materialized, fused_nodes)
     weight_walk = WeightWalk(index, symbolic, ShapeSources(model, symbolic))
@@ -76,19 +77,38 @@ def find_sites(
         name = names.make(softmax.node.name or f"attention_{number}")
         try:
             found = _match_site(index, symbolic, weight_walk, softmax, name, first_index + len(sites))
-            site = with_roundings(index, symbolic, *found, unrounded)
+            site = with_roundings(index, symbolic, *found, rounded.unrounded_masks)
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
             # Later sites must read this result, or nothing would need the node that writes it.
             index.materialized.add(site.output)
         except UnsupportedError as error:
-            reason = explain_other_softmax(index, symbolic, softmax.node)
+            reason = _explain_rounded(rounded, error, weights) or explain_other_softmax(index, symbolic, softmax.node)
             reason = reason or f"{error}{name_default_inputs(index, softmax.node)}"
             findings.append(Finding(name, False, reason, {"softmax": weights}))
     if softmaxes is None:
+        findings += _find_coded_softmaxes(model, rounded, names)
         findings.extend(_find_in_functions(model, names))
     return sites, findings
+
+
+def _explain_rounded(rounded: RoundedForms, error: UnsupportedError, softmax: str) -> str:
+    """Why attention that is rounded to 8 bits stays; empty where that is not what is in the way."""
+    if isinstance(error, RoundingError):
+        return str(error)
+    refused = rounded.refused.get(softmax, "")
+    return str(RoundingError(refused)) if refused else ""
+
+
+def _find_coded_softmaxes(model: onnx.ModelProto, rounded: RoundedForms, names: FreshNames) -> list[Finding]:
+    """Findings for softmaxes of codes that are in no form in which sites are searched."""
+    findings = []
+    for node in (n for n in model.graph.node if n.op_type == "QLinearSoftmax" and n.domain == "com.microsoft"):
+        refused = rounded.refused.get(node.output[0], "it is no attention whose query, key and value are codes")
+        name = names.make(node.name or f"softmax of {node.output[0]}")
+        findings.append(Finding(name, False, str(RoundingError(refused)), {"softmax": node.output[0]}))
+    return findings
 
 
 def _find_in_functions(model: onnx.ModelProto, names: FreshNames) -> list[Finding]:

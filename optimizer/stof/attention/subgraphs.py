@@ -64,7 +64,7 @@ def find_scopes(working: WorkingCopy) -> list[Scope]:
         working.materialized,
         working.fused_nodes(),
         names=names,
-        unrounded=working.unrounded_masks,
+        rounded=working.rounded,
     )
     main = Scope((), "", working, 0, symbolic, tuple(sites), (*working.findings, *findings))
     scopes = [main]

@@ -27,6 +27,7 @@ from stof.attention.move_paths import (
 )
 from stof.attention.nan_to_num import find_identity_region
 from stof.attention.quantized.parameters import is_quantize, match_rounding
+from stof.attention.quantized.score_roundings import RoundingError
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.mask.roundings import Quantizer
@@ -138,8 +139,12 @@ class WeightWalk:
         found = match_rounding(self.index, readers[0]) if len(readers) == 1 else None
         if found is None or users[0].output[0] in self.index.outputs or users[0].output[0] in self.index.captured:
             return None
-        if path.rounding is not None or path.pair_guard is not None or path.row_guard is not None or path.zeroed:
-            raise UnsupportedError(f"{describe(users[0])} rounds attention weights that are rounded or masked before")
+        if path.rounding is not None and path.rounding[1] != found[1]:
+            raise RoundingError(
+                f"{describe(users[0])} rounds attention weights that are rounded before, by another scale"
+            )
+        if path.pair_guard is not None or path.row_guard is not None or path.zeroed:
+            raise RoundingError(f"{describe(users[0])} rounds attention weights that are masked before")
         return replace(path.to(users[0]).to(readers[0]), rounding=(path.tensor, found[1]))
 
     def nan_guard(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:

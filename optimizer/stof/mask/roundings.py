@@ -111,12 +111,3 @@ class Steps:
         """Numbers rounded to those that codes stand for, half to even, fp64."""
         codes = np.clip(np.rint(x / self.scale) + self.zero_point, _LOWEST[self.kind], _HIGHEST[self.kind])
         return np.asarray((codes - self.zero_point) * self.scale)
-
-    def near_ties(self, x: np.ndarray, relative: float) -> np.ndarray:
-        """Where numbers are so near to the middle between two codes that rounding errors of this share decide."""
-        steps = x / self.scale
-        beside = np.abs(np.abs(steps - np.trunc(steps)) - 0.5)
-        inside = (steps + self.zero_point > _LOWEST[self.kind] - 1) & (
-            steps + self.zero_point < _HIGHEST[self.kind] + 1
-        )
-        return np.asarray(inside & (beside <= relative * np.maximum(np.abs(steps), 1.0)))

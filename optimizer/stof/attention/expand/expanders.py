@@ -14,7 +14,7 @@ from stof.attention.expand.onnx_attention import expand_onnx_attention
 from stof.attention.expand.softmax_wrappers import unwrap_softmaxes
 from stof.attention.expand.working_copy import Expander, FusedNode, WorkingCopy, expand_nodes
 from stof.attention.quantized.core_form import with_cores
-from stof.attention.quantized.rounded_cores import find_rounded_cores
+from stof.attention.quantized.rounded_cores import find_rounded_forms
 from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
 from stof.graph.inline import inline, inline_all
@@ -38,13 +38,14 @@ _EXPANDERS: dict[tuple[str, str], Expander] = {
 }
 
 
-def make_working_copy(model: onnx.ModelProto) -> WorkingCopy:
+def make_working_copy(original: onnx.ModelProto) -> WorkingCopy:
     """Makes the working copy of a model."""
-    base = unwrap_softmaxes(inline(model, {("", "Softmax"), *_EXPANDERS}))
+    base = unwrap_softmaxes(inline(original, {("", "Softmax"), *_EXPANDERS}))
     inlined = inline_all(base)
-    expanded = expand_nodes(model, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
-    cores = find_rounded_cores(base)
-    return replace(expanded, model=with_cores(expanded.model, cores), cores=cores) if cores else expanded
+    expanded = expand_nodes(original, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
+    forms = find_rounded_forms(base)
+    model = with_cores(expanded.model, forms.cores) if forms.cores else expanded.model
+    return replace(expanded, model=model, rounded=forms)
 
 
 def make_subgraph_copy(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:

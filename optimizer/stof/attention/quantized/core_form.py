@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,27 @@ class QuantizedCore:
     nodes: tuple[onnx.NodeProto, ...]
     replaced: frozenset[str]
     unrounded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class RoundedForms:
+    """What became of the quantized attentions of a graph.
+
+    Attributes:
+        cores: those in one form.
+        refused: why others are not, by the output of their softmax.
+    """
+
+    cores: tuple[QuantizedCore, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def unrounded_masks(self) -> frozenset[str]:
+        """Masks that are added to scores without the rounding that the graph has."""
+        return frozenset(t for core in self.cores for t in core.unrounded)
+
+
+NOTHING_ROUNDED = RoundedForms()
 
 
 def with_cores(model: onnx.ModelProto, cores: Sequence[QuantizedCore]) -> onnx.ModelProto:

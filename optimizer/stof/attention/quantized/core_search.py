@@ -49,6 +49,7 @@ class CoreSearch:
         self._graph = model.graph
         self._opset = opset_of(model)
         self._names = NodeNames(unused_prefix(model.graph, prefix))
+        self.refused: dict[str, str] = {}  # why a core has no form, by the output of its softmax
 
     def run(self) -> tuple[QuantizedCore, ...]:
         """The cores, none of which shares a node with another one."""
@@ -75,7 +76,11 @@ class CoreSearch:
                 if len(form.softmaxes) != 1 or form.products != 1 or not form.is_rounded:
                     continue
                 values = self.operand(product, 1 - side, form)
-            except UnsupportedError:
+            except UnsupportedError as error:
+                if form.softmaxes:
+                    self.refused[form.softmaxes[0]] = str(error)
+                elif source := self._softmax_behind(product, side):
+                    self.refused[source] = str(error)
                 continue
             result = form.add("MatMul", [values, weights] if side else [weights, values])
             replaced = frozenset(self._write_result(product, result, form))
@@ -85,6 +90,16 @@ class CoreSearch:
             unrounded = frozenset(form.unrounded)
             return QuantizedCore(name, source, form.known[source], tuple(form.nodes), replaced, unrounded)
         return None
+
+    def _softmax_behind(self, product: QuantizedProduct, side: int) -> str:
+        """The output of the softmax that an operand of a product is made of by nodes of one input; empty: it is not."""
+        tensor = (product.left, product.right)[side]
+        for _ in range(_MOST_CHAIN):
+            node = self.index.producer(tensor)
+            if node is None or node.op_type in ("Softmax", "QLinearSoftmax"):
+                return "" if node is None else tensor
+            tensor = node.input[2 if node.op_type == "Where" else 0]
+        return ""
 
     def _weights_of(self, product: QuantizedProduct, side: int, form: CoreForm) -> str:
         tensor = (product.left, product.right)[side]
@@ -97,6 +112,10 @@ class CoreSearch:
 
     def round(self, found: str, rounds: Quantizer, read: Quantizer, form: CoreForm) -> str:
         """A tensor behind a rounding of the graph: by ``rounds``, whose codes are read by ``read``."""
+        return found
+
+    def round_by_range(self, found: str, node: onnx.NodeProto) -> str:
+        """A tensor behind a rounding whose scale is that of its own range."""
         return found
 
     def operand(self, product: QuantizedProduct, side: int, form: CoreForm) -> str:
@@ -154,6 +173,8 @@ class CoreSearch:
             return form.dequantize(codes, quantizer)
         if is_quantize(node):
             return self.round(self.number(node.input[0], form, depth + 1), quantizer_of(node, 1), quantizer, form)
+        if node.op_type == "DynamicQuantizeLinear" and codes == node.output[0]:
+            return self.round_by_range(self.number(node.input[0], form, depth + 1), node)
         product = self.product_of(node)
         if product is not None and product.rounds is not None:
             return self.round(self._scores(product, form), product.rounds, quantizer, form)

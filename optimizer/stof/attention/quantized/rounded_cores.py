@@ -11,12 +11,12 @@ from __future__ import annotations
 import onnx
 
 from stof.attention.move_paths import MOVES
-from stof.attention.quantized.core_form import CoreForm, QuantizedCore
+from stof.attention.quantized.core_form import CoreForm, RoundedForms
 from stof.attention.quantized.core_search import CoreSearch
 from stof.attention.quantized.parameters import is_dequantize, is_quantize, quantizer_of
 from stof.attention.quantized.products import QuantizedProduct
 from stof.errors import UnsupportedError
-from stof.graph.index import all_nodes, is_standard
+from stof.graph.index import all_nodes, describe, is_standard
 from stof.mask.roundings import Quantizer
 from stof.mask.site import FORBIDDING_VALUE
 
@@ -25,11 +25,14 @@ _QUANTIZES = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "QLinearMatMu
 _MASKS = frozenset({"Add", "Sub", "Where", "Max"})  # operators by which scores are masked
 
 
-def find_rounded_cores(model: onnx.ModelProto) -> tuple[QuantizedCore, ...]:
+def find_rounded_forms(model: onnx.ModelProto) -> RoundedForms:
     """The quantized attentions of the main graph with all of their roundings, in the order of the graph."""
     if not any(n.op_type in _QUANTIZES for n in all_nodes(model.graph.node)):
-        return ()
-    return _RoundedSearch(model, "stof_rounded_").run()
+        return RoundedForms()
+    search = _RoundedSearch(model, "stof_rounded_")
+    cores = search.run()
+    found = {core.softmax for core in cores}
+    return RoundedForms(cores, {s: reason for s, reason in search.refused.items() if s not in found})
 
 
 class _RoundedSearch(CoreSearch):
@@ -45,6 +48,11 @@ class _RoundedSearch(CoreSearch):
             raise UnsupportedError("the mask is rounded, and the lowest code does not forbid")
         form.unrounded.add(found)
         return found
+
+    def round_by_range(self, found: str, node: onnx.NodeProto) -> str:
+        if self._drops:
+            return found
+        raise UnsupportedError(f"{describe(node)} rounds scores or weights by the range of the whole tensor")
 
     def input_of(self, op: str, tensor: str, codes_of: Quantizer | None, form: CoreForm, depth: int) -> str:
         before = form.products

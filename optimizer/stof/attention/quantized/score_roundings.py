@@ -18,6 +18,13 @@ from stof.symbolic import Symbolic
 _CODES = (TensorProto.INT8, TensorProto.UINT8)
 
 
+class RoundingError(UnsupportedError):
+    """Attention that rounds scores or weights to 8 bits otherwise than StofQuantizedAttention does."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; --dequantize-attention computes it in float")
+
+
 @dataclass(frozen=True)
 class ScoreRounding:
     """A rounding of the scores, with what lies between it and the softmax.
@@ -53,25 +60,25 @@ class RoundedScores:
         """The roundings by the operator's roles.
 
         Raises:
-            UnsupportedError: for one at a place where the operator has none, and for several at one place.
+            RoundingError: for one at a place where the operator has none, and for several at one place.
         """
         found: dict[str, Quantizer] = {}
         for rounding in self.roundings:
             role = self._role(rounding)
             if found.setdefault(role, rounding.quantizer) != rounding.quantizer:
-                raise UnsupportedError(f"{rounding.source!r} is rounded twice, by other scales")
+                raise RoundingError(f"{rounding.source!r} is rounded twice, by other scales")
         return found
 
     def _role(self, rounding: ScoreRounding) -> str:
         if rounding.terms != self.terms:
             if rounding.terms == 0 and rounding.factor == 1.0:
                 return "biased_score"
-            raise UnsupportedError(f"{rounding.source!r} is rounded between two masks, or scaled behind one")
+            raise RoundingError(f"{rounding.source!r} is rounded between two masks, or scaled behind one")
         if rounding.factor == self.factor:
             return "score"
         if rounding.factor == 1.0:
             return "scaled_score"
-        raise UnsupportedError(f"{rounding.source!r} is rounded between two scales")
+        raise RoundingError(f"{rounding.source!r} is rounded between two scales")
 
 
 @dataclass(frozen=True)
@@ -95,18 +102,18 @@ def with_roundings(
         unrounded: masks that are rounded in the original, and not here.
 
     Raises:
-        UnsupportedError: where something is rounded, and the operator does not take all of it.
+        RoundingError: where something is rounded, and the operator does not take all of it.
     """
     if way.weight is None and not way.scores.roundings:
         return site
     if way.weight is None:
-        raise UnsupportedError("the scores are rounded to 8 bits, and the attention weights are not")
+        raise RoundingError("the scores are rounded to 8 bits, and the attention weights are not")
     _check_site(site)
     constants = QuantizedConstants(index)
     roles = way.scores.by_role()
     if "score" in roles and site.scale != way.scores.factor:  # a part of the scale lies before the product
         if way.scores.factor != 1.0 or "scaled_score" in roles:
-            raise UnsupportedError("scores are rounded between two scales, one of which the query or the key has")
+            raise RoundingError("scores are rounded between two scales, one of which the query or the key has")
         roles["scaled_score"] = roles.pop("score")
     for quantizer in (*roles.values(), way.weight[1]):
         _check_codes(constants, quantizer)
@@ -114,17 +121,17 @@ def with_roundings(
     for operand, role in zip((site.query, site.key, site.value), ("query", "key", "value"), strict=True):
         dequantize = find_dequantize(index, operand.tensor)
         if dequantize is None or site.dtype != TensorProto.FLOAT:
-            raise UnsupportedError(
+            raise RoundingError(
                 f"scores or weights are rounded to 8 bits, and the {role} {operand.tensor!r} is no fp32 number of codes"
             )
         quantizer = quantizer_of(dequantize, 1)
         if not constants.is_per_tensor(quantizer):
-            raise UnsupportedError(f"{describe(dequantize)} has a scale for each channel, expected one number")
+            raise RoundingError(f"{describe(dequantize)} has a scale for each channel, expected one number")
         codes.append(dequantize.input[0])
         quantizers.append(quantizer)
     types = [symbolic.dtype(c) for c in codes]
     if odd := [(c, t) for c, t in zip(codes, types, strict=True) if t not in _CODES]:
-        raise UnsupportedError(f"{odd[0][0]!r} has element type {odd[0][1]}, expected codes of int8 or uint8")
+        raise RoundingError(f"{odd[0][0]!r} has element type {odd[0][1]}, expected codes of int8 or uint8")
     roundings = SiteRoundings(
         quantizers[0],
         quantizers[1],
@@ -153,16 +160,14 @@ def _check_site(site: AttentionSite) -> None:
         "a scale that is not positive": not site.scale > 0,
     }
     if found := [words for words, is_there in refused.items() if is_there]:
-        raise UnsupportedError(
-            f"scores or weights are rounded to 8 bits, and there is {found[0]}, which is not supported together"
-        )
+        raise RoundingError(f"scores or weights are rounded to 8 bits, and there is {found[0]}")
 
 
 def _check_codes(constants: QuantizedConstants, quantizer: Quantizer) -> None:
     if not constants.is_per_tensor(quantizer):
-        raise UnsupportedError(
+        raise RoundingError(
             f"scores or weights are rounded by {quantizer.scale!r}, which is not known to be one number"
         )
     point = constants.array(quantizer.zero_point) if quantizer.zero_point else None
     if point is not None and point.dtype not in (np.dtype(np.int8), np.dtype(np.uint8)):
-        raise UnsupportedError(f"scores or weights are rounded to {point.dtype}, and kernels take int8 and uint8")
+        raise RoundingError(f"scores or weights are rounded to {point.dtype}, and kernels take int8 and uint8")

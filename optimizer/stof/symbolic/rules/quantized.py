@@ -60,7 +60,12 @@ def _qlinear_conv(context: RuleContext) -> list[Fact] | None:
 
 def _qlinear_binary(context: RuleContext) -> list[Fact]:
     a, b = context.shape(0), context.shape(3)
-    return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b], context))]
+    return [
+        Fact(
+            context.fact(7).dtype or context.fact(0).dtype,
+            None if a is None or b is None else broadcast([a, b], context),
+        )
+    ]
 
 
 def _qlinear_where(context: RuleContext) -> list[Fact]:
