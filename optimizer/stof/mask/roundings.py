@@ -105,9 +105,13 @@ class Steps:
 
     def dequantize(self, codes: np.ndarray) -> np.ndarray:
         """The numbers of codes, fp64."""
-        return (codes.astype(np.float64) - self.zero_point) * self.scale
+        return np.asarray((codes.astype(np.float64) - self.zero_point) * self.scale)
 
     def round(self, x: np.ndarray) -> np.ndarray:
         """Numbers rounded to those that codes stand for, half to even, fp64."""
+        return self.dequantize(self.quantize(x))
+
+    def quantize(self, x: np.ndarray) -> np.ndarray:
+        """The codes of numbers."""
         codes = np.clip(np.rint(x / self.scale) + self.zero_point, _LOWEST[self.kind], _HIGHEST[self.kind])
-        return np.asarray((codes - self.zero_point) * self.scale)
+        return np.asarray(codes).astype(self.kind)

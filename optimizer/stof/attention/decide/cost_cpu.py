@@ -77,8 +77,6 @@ def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
 
 def refusals(problem: SiteProblem) -> list[str]:
     """The reasons against running a problem on this build's kernels; empty when there are none."""
-    if problem.roundings:
-        return quantized.refusals(problem, "cpu")
     types = limits_of("cpu")
     limits = types.get(problem.dtype, next(iter(types.values())))
     sizes, largest = (problem.head_size, problem.value_head_size), limits.largest_head_size

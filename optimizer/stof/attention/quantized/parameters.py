@@ -66,15 +66,22 @@ class QuantizedConstants:
         self._index = index
 
     def array(self, tensor: str) -> np.ndarray | None:
-        """A stored constant, or the output of a Constant node; None where it is neither, or lies in another file."""
+        """A stored constant, the output of a Constant node, or its codes; None where it is neither, or lies in another file."""
         stored = self._index.initializers.get(tensor)
         if stored is not None and tensor not in self._index.inputs:
             return None if stored.data_location == onnx.TensorProto.EXTERNAL else numpy_helper.to_array(stored)
         node = self._index.producer(tensor)
+        if node is not None and is_quantize(node):
+            return self._codes(node)
         if node is None or node.op_type != "Constant":
             return None
         value = next((a.t for a in node.attribute if a.name == "value"), None)
         return None if value is None else numpy_helper.to_array(value)
+
+    def _codes(self, node: onnx.NodeProto) -> np.ndarray | None:
+        """The codes of a constant that a node quantizes."""
+        numbers, steps = self.array(node.input[0]), self.steps(quantizer_of(node, 1))
+        return None if numbers is None or steps is None else steps.quantize(numbers)
 
     def is_constant(self, tensor: str, depth: int = 0) -> bool:
         """Whether a tensor does not depend on inputs of the graph: a weight, perhaps quantized."""

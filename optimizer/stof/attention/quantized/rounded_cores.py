@@ -65,6 +65,8 @@ class _RoundedSearch(CoreSearch):
         known, form.known, self._drops = form.known, {}, True
         try:
             return super().input_of(op, tensor, codes_of, form, depth)
+        except UnsupportedError:
+            return found  # rounded, a bias like any other
         finally:
             form.known, self._drops = known, False
 
