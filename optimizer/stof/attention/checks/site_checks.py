@@ -203,11 +203,7 @@ class AttentionChecks(SiteChecks):
         graph = graph_at(emitted, scope.path)
         rewrites = scope.rewrites(self.rewrites)
         writers = {o: n for n in graph.node for o in n.output}
-        read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
-        read |= {t.table.tensor for r in rewrites for t in r.mask.relative_terms}
-        read |= {t for r in rewrites if r.site.roundings is not None for t in r.site.roundings.tensors}
-        read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
-        arrays = {**_read_constants(graph, scope.working.base.graph, read), **captured}
+        arrays = {**_read_constants(graph, scope.working.base.graph, _stored_tensors(rewrites)), **captured}
         for rewrite in rewrites:
             site = rewrite.site
             nodes = _nodes_of(writers, site.output)
@@ -261,6 +257,15 @@ class AttentionChecks(SiteChecks):
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
             yield compare_site(site, calls, rounded_arrays, arrays[site.output], rewrite.ignores_empty_rows)
+
+
+def _stored_tensors(rewrites: Sequence[Rewrite]) -> set[str | None]:
+    """What sites read besides query, key and value, and may be stored in the graph."""
+    read: set[str | None] = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
+    read |= {t.table.tensor for r in rewrites for t in r.mask.relative_terms}
+    read |= {t for r in rewrites if r.site.roundings is not None for t in r.site.roundings.tensors}
+    read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
+    return read
 
 
 def _read_constants(emitted: onnx.GraphProto, base: onnx.GraphProto, names: set[str | None]) -> dict[str, np.ndarray]:
