@@ -53,6 +53,8 @@ struct QuantizedAttentionKernels {
   void (*prepare)(const QuantizedProblem& problem, void* scratch) = nullptr;
   // The keys and values of a KV head, 0 ... B * G - 1.
   void (*pack)(const QuantizedProblem& problem, int64_t head) = nullptr;
+  // The largest weight of a tile row.
+  float (*measure)(const QuantizedProblem& problem, int64_t item, void* scratch) = nullptr;
   // A tile row of a query head: item = (b * H + h) * tile_rows + row.
   void (*attend)(const QuantizedProblem& problem, int64_t item, void* scratch) = nullptr;
 };

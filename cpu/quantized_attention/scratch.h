@@ -4,6 +4,7 @@
 #define STOF_CPU_QUANTIZED_ATTENTION_SCRATCH_H_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/quantized_attention/pack.h"
 #include "cpu/simd/simd.h"
