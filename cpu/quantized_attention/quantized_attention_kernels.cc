@@ -76,7 +76,7 @@ inline float Measure(const QuantizedProblem& p, int64_t item, void* memory) {
   float largest = 0.0f;
   uint64_t again = 0;
   const auto take = [&](float weight) { largest = weight > largest ? weight : largest; };
-  const int64_t visited = TileList(p, rows, s).OfMask();
+  const int64_t visited = KeyTileList(p, rows, s).OfMask();
   FindAll(p, rows, s, visited);
   for (int64_t row = 0; row < rows.count; ++row) {
     const RowSum found = SumRow(p, s, row, visited);
@@ -86,7 +86,7 @@ inline float Measure(const QuantizedProblem& p, int64_t item, void* memory) {
     if (policy == EmptyRows::kAll) again |= uint64_t{1} << row;
   }
   if (again == 0) return largest;
-  const int64_t all = TileList(p, rows, s).OfAll(again);
+  const int64_t all = KeyTileList(p, rows, s).OfAll(again);
   FindAll(p, rows, s, all);
   for (int64_t row = 0; row < rows.count; ++row) {
     if ((again >> row & 1) != 0) take(SumRow(p, s, row, all).LargestWeight());
@@ -98,7 +98,7 @@ inline void Attend(const QuantizedProblem& p, int64_t item, void* memory) {
   RowScratch s;
   const TileRows rows = Begin(p, item, memory, &s);
   RowState states[64];
-  AttendVisited(p, rows, s, TileList(p, rows, s).OfMask(), states);
+  AttendVisited(p, rows, s, KeyTileList(p, rows, s).OfMask(), states);
   const EmptyRows policy = PolicyOf(p);
   uint64_t again = 0;
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -110,7 +110,7 @@ inline void Attend(const QuantizedProblem& p, int64_t item, void* memory) {
     if (policy == EmptyRows::kAll) again |= uint64_t{1} << row;
   }
   if (again == 0) return;
-  AttendVisited(p, rows, s, TileList(p, rows, s).OfAll(again), states);
+  AttendVisited(p, rows, s, KeyTileList(p, rows, s).OfAll(again), states);
   for (int64_t row = 0; row < rows.count; ++row) {
     // What is left has a bias of -inf or NaN for all keys.
     if ((again >> row & 1) != 0 && states[row] != RowState::kWeighted) WriteSame(p, rows, row, __builtin_nanf(""));

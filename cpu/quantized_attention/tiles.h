@@ -30,9 +30,9 @@ inline TileRows RowsOfItem(const QuantizedProblem& p, int64_t item) {
 }
 
 // Lists tiles into a scratch: those of the mask, or all of them.
-class TileList {
+class KeyTileList {
  public:
-  TileList(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s) : p_(p), rows_(rows), s_(s) {}
+  KeyTileList(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s) : p_(p), rows_(rows), s_(s) {}
 
   // Returns how many tiles the rows visit.
   int64_t OfMask() {

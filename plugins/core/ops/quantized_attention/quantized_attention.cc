@@ -338,7 +338,7 @@ std::vector<DimRule> ShapeRule(const AttributeReader& attributes, const int* ran
 }
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
-  return ListAttentionLimits(target, dtype, {"most_operands", Limits::kMostOperands});
+  return ListAttentionLimits(target, dtype, {"most_quantized_operands", Limits::kMostOperands});
 }
 
 }  // namespace
