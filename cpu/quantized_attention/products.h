@@ -63,8 +63,8 @@ struct Int8Avx512 {
     return {_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srli_epi16(x, 8)};
   }
   static Sums Dot(Sums sums, Quad quad, Columns columns) {
-    return _mm512_add_epi32(sums, _mm512_add_epi32(_mm512_madd_epi16(quad.even, columns.even),
-                                                   _mm512_madd_epi16(quad.odd, columns.odd)));
+    return _mm512_add_epi32(
+        sums, _mm512_add_epi32(_mm512_madd_epi16(quad.even, columns.even), _mm512_madd_epi16(quad.odd, columns.odd)));
   }
 };
 using Int8 = Int8Avx512;
@@ -93,8 +93,8 @@ struct Int8Avx2 {
     return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
   }
   static Sums Dot(Sums sums, Quad quad, Columns columns) {
-    return _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_madd_epi16(quad.even, columns.even),
-                                                   _mm256_madd_epi16(quad.odd, columns.odd)));
+    return _mm256_add_epi32(
+        sums, _mm256_add_epi32(_mm256_madd_epi16(quad.even, columns.even), _mm256_madd_epi16(quad.odd, columns.odd)));
   }
 };
 using Int8 = Int8Avx2;

@@ -102,8 +102,7 @@ void RunWorker(void* user, size_t worker) {
   for (; item < job.count; item = job.next.fetch_add(1, std::memory_order_relaxed)) job.work(&job, item, scratch);
 }
 
-void RunAll(Job* job, int64_t count, const Parallel& parallel,
-            void (*work)(Job* job, int64_t item, void* scratch)) {
+void RunAll(Job* job, int64_t count, const Parallel& parallel, void (*work)(Job* job, int64_t item, void* scratch)) {
   job->count = count;
   job->work = work;
   job->next = 0;

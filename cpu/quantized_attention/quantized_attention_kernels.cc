@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantized attention: scores of a tile row as codes, their row sums, then codes of weights times values.
-#include "cpu/quantized_attention/quantized_attention.h"
-
 #include "cpu/kernel_table.h"
+#include "cpu/quantized_attention/quantized_attention.h"
 #include "cpu/quantized_attention/weights.h"
 
 namespace stof {
@@ -47,7 +46,8 @@ inline void WriteMean(const QuantizedProblem& p, const TileRows& rows, int64_t r
   float* const to = OutputRow(p, rows, row);
   for (int64_t d = 0; d < shape.Dv; ++d) {
     int64_t sum = -shape.T * SignedZero(p.args->value);
-    for (int64_t tile = 0; tile < p.key_tiles; ++tile) sum += p.value_sums[(head * p.key_tiles + tile) * p.dv_padded + d];
+    for (int64_t tile = 0; tile < p.key_tiles; ++tile)
+      sum += p.value_sums[(head * p.key_tiles + tile) * p.dv_padded + d];
     to[d] = static_cast<float>(unit * static_cast<double>(sum));
   }
 }

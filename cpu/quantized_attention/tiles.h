@@ -72,8 +72,7 @@ class KeyTileList {
   // Clears what a conjunct forbids; false where it forbids the tile.
   bool Apply(const DynamicMask* mask, int64_t tile, uint64_t* allowed) const {
     if (mask == nullptr) return true;
-    const int found =
-        mask->tile(mask->self, rows_.b, rows_.h, rows_.first, tile * kTileKeys, p_.m, kTileKeys, s_.bits);
+    const int found = mask->tile(mask->self, rows_.b, rows_.h, rows_.first, tile * kTileKeys, p_.m, kTileKeys, s_.bits);
     if (found == 1) And(s_.bits, allowed);
     return found != 0;
   }

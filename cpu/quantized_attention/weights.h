@@ -25,9 +25,7 @@ inline uint8_t MaxOfBytes(const uint8_t* bytes) {
 struct RowSum {
   double sum = 0.0;
   uint8_t most = 0;  // the largest rank, where scores are ranks
-  RowState State() const {
-    return sum > 0.0 ? RowState::kWeighted : sum != sum ? RowState::kNan : RowState::kEmpty;
-  }
+  RowState State() const { return sum > 0.0 ? RowState::kWeighted : sum != sum ? RowState::kNan : RowState::kEmpty; }
   float LargestWeight() const { return sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0f; }
 };
 
@@ -115,8 +113,8 @@ inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t
   return found.State();
 }
 
-// The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in units of
-// the scales of weights and values.
+// The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in
+// units of the scales of weights and values.
 template <int kVectors>
 void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head, int64_t row, int64_t column,
                     int64_t visited) {

@@ -46,7 +46,8 @@ CpuQuantizedAttentionConfig ChooseCpuQuantizedAttention(const QuantizedAttention
 // Where no block mask is given, all keys count.
 size_t CpuQuantizedAttentionWorkspace(const QuantizedAttentionArgs& args, const CpuQuantizedAttentionConfig& config,
                                       int threads);
-// args and config as given to CpuQuantizedAttentionWorkspace; workspace: its bytes, 64-byte aligned, contents arbitrary.
+// args and config as given to CpuQuantizedAttentionWorkspace; workspace: its bytes, 64-byte aligned, contents
+// arbitrary.
 Status CpuQuantizedAttention(const QuantizedAttentionArgs& args, const CpuQuantizedAttentionConfig& config,
                              void* workspace, const Parallel& parallel);
 

@@ -125,8 +125,8 @@ class Reference {
       const double steps = weight / scale, code = Round(steps, weight_);
       // fp32 exponentials and sums are off by a few units of the last place.
       const double slack = (4e-6 + 3e-7 * row.largest_score) * std::fabs(steps) + 1e-9;
-      const double doubt = std::max(std::fabs(Round(steps + slack, weight_) - code),
-                                    std::fabs(Round(steps - slack, weight_) - code));
+      const double doubt =
+          std::max(std::fabs(Round(steps + slack, weight_) - code), std::fabs(Round(steps - slack, weight_) - code));
       found->ties += doubt > 0.0 ? 1 : 0;
       ++found->weights;
       codes.push_back(code);

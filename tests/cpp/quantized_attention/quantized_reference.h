@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantized attention by its contract (docs/reference/quantized-attention.md): integers, and fp64 where the contract does
-// not name fp32. It shares no code with the kernels.
+// Quantized attention by its contract (docs/reference/quantized-attention.md): integers, and fp64 where the contract
+// does not name fp32. It shares no code with the kernels.
 #ifndef STOF_TESTS_CPP_QUANTIZED_ATTENTION_QUANTIZED_REFERENCE_H_
 #define STOF_TESTS_CPP_QUANTIZED_ATTENTION_QUANTIZED_REFERENCE_H_
 

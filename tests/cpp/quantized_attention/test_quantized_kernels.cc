@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of quantized attention in every instruction set, against integers and fp64: codes of all signs, zero points
-// at the ends, sizes around tiles, masks, padding, biases and fully masked rows.
+// The kernels of quantized attention in every instruction set, against integers and fp64: codes of all signs, zero
+// points at the ends, sizes around tiles, masks, padding, biases and fully masked rows.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -32,14 +32,16 @@ Quantization DrawQuantization(Random* random, float scale) {
   return q;
 }
 
-TensorView DrawCodes(Random* random, int64_t B, int64_t heads, int64_t rows, int64_t size, std::vector<uint8_t>* codes) {
+TensorView DrawCodes(Random* random, int64_t B, int64_t heads, int64_t rows, int64_t size,
+                     std::vector<uint8_t>* codes) {
   // Nothing behind the last element: sanitizers see what reads beyond.
   codes->resize(static_cast<size_t>(B * heads * rows * size));
   for (uint8_t& code : *codes) code = static_cast<uint8_t>(random->Next());
   TensorView view;
   view.data = codes->data();
   const bool is_bhsd = random->OneIn(2);
-  view.stride = is_bhsd ? Strides{heads * rows * size, rows * size, size} : Strides{heads * rows * size, size, heads * size};
+  view.stride =
+      is_bhsd ? Strides{heads * rows * size, rows * size, size} : Strides{heads * rows * size, size, heads * size};
   return view;
 }
 
@@ -87,11 +89,10 @@ std::unique_ptr<Drawn> Draw(Random* random) {
   args.has_dynamic_weights = random->OneIn(4);
   args.weight = DrawQuantization(random, random->Pick<float>({1.0f / 255.0f, 1.0f / 1024.0f, 0.03f}));
   if (random->OneIn(2)) args.weight.zero_point = args.weight.least();
-  const std::vector<std::string> masks = {"", "k <= q", "abs(q - k) <= 9", "k % 3 == 0 and q > 4", "h == 0 and k < 70",
-                                          "b == 1 or k > q", "q < 0"};
+  const std::vector<std::string> masks = {
+      "", "k <= q", "abs(q - k) <= 9", "k % 3 == 0 and q > 4", "h == 0 and k < 70", "b == 1 or k > q", "q < 0"};
   drawn->mask = random->Pick(masks);
-  args.attention.mask.empty_rows =
-      static_cast<EmptyRows>(random->Pick<int64_t>({0, 0, 1, 2, 3}));
+  args.attention.mask.empty_rows = static_cast<EmptyRows>(random->Pick<int64_t>({0, 0, 1, 2, 3}));
   if (random->OneIn(2)) {
     const int64_t kind = random->Range(0, 2);  // left, right, any
     for (int64_t b = 0; b < shape.B; ++b) {
@@ -128,10 +129,11 @@ std::unique_ptr<Drawn> Draw(Random* random) {
 std::string Describe(const Drawn& drawn) {
   const QuantizedAttentionArgs& a = drawn.args;
   const AttentionShape& s = a.attention.shape;
-  return Text("B ", s.B, " H ", s.H, " G ", s.G, " S ", s.S, " T ", s.T, " D ", s.D, " Dv ", s.Dv, ", mask '", drawn.mask,
-              "', pad ", a.attention.mask.pad != nullptr, ", bias ", a.attention.scores.bias.data != nullptr,
-              ", roundings ", a.score.given(), a.scaled_score.given(), a.biased_score.given(), ", dynamic ",
-              a.has_dynamic_weights, ", empty rows ", static_cast<int>(a.attention.mask.empty_rows));
+  return Text("B ", s.B, " H ", s.H, " G ", s.G, " S ", s.S, " T ", s.T, " D ", s.D, " Dv ", s.Dv, ", mask '",
+              drawn.mask, "', pad ", a.attention.mask.pad != nullptr, ", bias ",
+              a.attention.scores.bias.data != nullptr, ", roundings ", a.score.given(), a.scaled_score.given(),
+              a.biased_score.given(), ", dynamic ", a.has_dynamic_weights, ", empty rows ",
+              static_cast<int>(a.attention.mask.empty_rows));
 }
 
 void RunKernel(CpuIsa isa, int threads, Drawn* drawn) {
@@ -185,8 +187,8 @@ TEST(QuantizedAttentionAgainstIntegersAndFp64) {
         const bool is_right = std::isnan(expected.output[i])
                                   ? std::isnan(found)
                                   : std::fabs(found - expected.output[i]) <= expected.tolerance[i];
-        CHECK(is_right, "seed ", seed, Describe(*drawn), ", ", CpuIsaName(isa), ", output ", i, " is ", found, ", expected ",
-              expected.output[i], " within ", expected.tolerance[i]);
+        CHECK(is_right, "seed ", seed, Describe(*drawn), ", ", CpuIsaName(isa), ", output ", i, " is ", found,
+              ", expected ", expected.output[i], " within ", expected.tolerance[i]);
       }
     }
   }

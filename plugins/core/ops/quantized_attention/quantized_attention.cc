@@ -229,7 +229,8 @@ class QuantizedAttentionOp final : public Op {
     }
     // As tensors of fp32 without data: what is checked is the same.
     std::vector<Tensor> sized(inputs, inputs + input_count);
-    for (int i = 0; i < kTypedInputs; ++i) sized[static_cast<size_t>(i)].dtype = DType::kF32, sized[static_cast<size_t>(i)].data = nullptr;
+    for (int i = 0; i < kTypedInputs; ++i)
+      sized[static_cast<size_t>(i)].dtype = DType::kF32, sized[static_cast<size_t>(i)].data = nullptr;
     STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, sized.data(), input_count, args));
     TensorView* const views[] = {&args->query, &args->key, &args->value};
     for (int i = 0; i < kTypedInputs; ++i) {
@@ -260,8 +261,8 @@ class QuantizedAttentionOp final : public Op {
     const AttentionShape& shape = args.attention.shape;
     problem->sizes = {shape.B, shape.H, shape.S, shape.T, attributes_.query_offset ? shape.T - shape.S : 0};
     if (problem->sizes.P < 0) {
-      return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) + " > T = " +
-                           std::to_string(shape.T));
+      return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) +
+                           " > T = " + std::to_string(shape.T));
     }
     const Tensor* pad = nullptr;
     return BindOperands(problem->mask->parts, &problem->given, context, &args.attention, &pad);
@@ -296,8 +297,8 @@ class QuantizedAttentionOp final : public Op {
       args.mask.dynamic = bound->view();
     }
     void* workspace = nullptr;
-    STOF_RETURN_IF_ERROR(context.Allocate(
-        CpuQuantizedAttentionWorkspace(problem->args, config, context.parallel.threads), &workspace));
+    STOF_RETURN_IF_ERROR(
+        context.Allocate(CpuQuantizedAttentionWorkspace(problem->args, config, context.parallel.threads), &workspace));
     STOF_RETURN_IF_ERROR(CpuQuantizedAttention(problem->args, config, workspace, context.parallel));
     if (elements != nullptr) STOF_RETURN_IF_ERROR(elements->status());
     return bound == nullptr ? Status() : bound->status();
@@ -344,17 +345,13 @@ std::vector<OpLimit> ListLimits(Target target, DType dtype) {
 }  // namespace
 
 const OpDescription* QuantizedAttentionDescription() {
-  static constexpr AttributeDescription kAttributes[] = {{"mask", AttributeType::kString},
-                                                         {"mask_id", AttributeType::kInt},
-                                                         {"scale", AttributeType::kFloat},
-                                                         {"layout", AttributeType::kString},
-                                                         {"num_heads", AttributeType::kInt},
-                                                         {"kv_num_heads", AttributeType::kInt},
-                                                         {"packed", AttributeType::kInts},
-                                                         {"query_offset", AttributeType::kInt},
-                                                         {"empty_rows", AttributeType::kString},
-                                                         {"operands", AttributeType::kString},
-                                                         {"weight_range", AttributeType::kString}};
+  static constexpr AttributeDescription kAttributes[] = {
+      {"mask", AttributeType::kString},        {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},        {"layout", AttributeType::kString},
+      {"num_heads", AttributeType::kInt},      {"kv_num_heads", AttributeType::kInt},
+      {"packed", AttributeType::kInts},        {"query_offset", AttributeType::kInt},
+      {"empty_rows", AttributeType::kString},  {"operands", AttributeType::kString},
+      {"weight_range", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofQuantizedAttention";
