@@ -110,7 +110,8 @@ inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t m
     }
   }
   uint64_t total = 0;
-  for (int byte = 0; byte < 4; ++byte) total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sums[byte])) << (8 * byte);
+  for (int byte = 0; byte < 4; ++byte)
+    total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sums[byte])) << (8 * byte);
   return total;
 #else
   uint64_t total = 0;

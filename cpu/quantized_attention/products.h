@@ -19,7 +19,7 @@ namespace {
 // A set of columns of a register block: a lane has the four values of a column that stand one behind the other. Quad:
 // four values of a row, for all lanes. Without instructions for four products of bytes, both are split into 16 bits.
 #if defined(__AVX512VNNI__)
-struct Int8 {
+struct Int8Vnni {
   static constexpr int kLanes = 16;
   // 6 x 4 sums, 4 columns, a quad: 29 of 32 registers.
   static constexpr int kRows = 6, kVectors = 4;
@@ -38,8 +38,9 @@ struct Int8 {
   }
   static Sums Dot(Sums sums, Quad quad, Columns columns) { return _mm512_dpbusd_epi32(sums, quad, columns); }
 };
+using Int8 = Int8Vnni;
 #elif defined(__AVX512BW__)
-struct Int8 {
+struct Int8Avx512 {
   static constexpr int kLanes = 16;
   static constexpr int kRows = 6, kVectors = 2;
   using Sums = __m512i;
@@ -62,12 +63,13 @@ struct Int8 {
     return {_mm512_and_si512(x, _mm512_set1_epi16(255)), _mm512_srli_epi16(x, 8)};
   }
   static Sums Dot(Sums sums, Quad quad, Columns columns) {
-    return _mm512_add_epi32(sums, _mm512_add_epi32(_mm512_madd_epi16(quad.even, columns.even),
-                                                   _mm512_madd_epi16(quad.odd, columns.odd)));
+    return _mm512_add_epi32(
+        sums, _mm512_add_epi32(_mm512_madd_epi16(quad.even, columns.even), _mm512_madd_epi16(quad.odd, columns.odd)));
   }
 };
+using Int8 = Int8Avx512;
 #elif defined(__AVX2__)
-struct Int8 {
+struct Int8Avx2 {
   static constexpr int kLanes = 8;
   // 4 x 2 sums, 4 columns, 2 quads: 14 of 16 registers.
   static constexpr int kRows = 4, kVectors = 2;
@@ -91,12 +93,13 @@ struct Int8 {
     return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
   }
   static Sums Dot(Sums sums, Quad quad, Columns columns) {
-    return _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_madd_epi16(quad.even, columns.even),
-                                                   _mm256_madd_epi16(quad.odd, columns.odd)));
+    return _mm256_add_epi32(
+        sums, _mm256_add_epi32(_mm256_madd_epi16(quad.even, columns.even), _mm256_madd_epi16(quad.odd, columns.odd)));
   }
 };
+using Int8 = Int8Avx2;
 #else
-struct Int8 {
+struct Int8Portable {
   static constexpr int kLanes = 4;
   static constexpr int kRows = 4, kVectors = 2;
   typedef int32_t Sums __attribute__((vector_size(16)));
@@ -131,6 +134,7 @@ struct Int8 {
     return sums;
   }
 };
+using Int8 = Int8Portable;
 #endif
 
 template <int kVectors>

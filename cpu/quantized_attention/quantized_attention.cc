@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <string>
 
 #include "cpu/isa.h"
@@ -87,8 +88,9 @@ struct Job {
   char* scratch;
   int64_t scratch_each;
   int64_t count = 0;
-  void (*work)(const Job& job, int64_t item, void* scratch) = nullptr;
+  void (*work)(Job* job, int64_t item, void* scratch) = nullptr;
   bool prepares = false;
+  std::atomic<uint32_t> largest_weight{0};  // bits of floats that are not negative have their order
   std::atomic<int64_t> next{0};
 };
 
@@ -97,11 +99,10 @@ void RunWorker(void* user, size_t worker) {
   void* scratch = job.scratch + static_cast<int64_t>(worker) * job.scratch_each;
   int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
   if (item < job.count && job.prepares) job.kernels.prepare(job.problem, scratch);
-  for (; item < job.count; item = job.next.fetch_add(1, std::memory_order_relaxed)) job.work(job, item, scratch);
+  for (; item < job.count; item = job.next.fetch_add(1, std::memory_order_relaxed)) job.work(&job, item, scratch);
 }
 
-void RunAll(Job* job, int64_t count, const Parallel& parallel,
-            void (*work)(const Job& job, int64_t item, void* scratch)) {
+void RunAll(Job* job, int64_t count, const Parallel& parallel, void (*work)(Job* job, int64_t item, void* scratch)) {
   job->count = count;
   job->work = work;
   job->next = 0;
@@ -110,6 +111,15 @@ void RunAll(Job* job, int64_t count, const Parallel& parallel,
     if (workers > 0) RunWorker(job, 0);
   } else {
     parallel.run(parallel.self, RunWorker, static_cast<size_t>(workers), job);
+  }
+}
+
+void Measure(Job* job, int64_t item, void* scratch) {
+  const float weight = job->kernels.measure(job->problem, item, scratch);
+  uint32_t bits = 0;
+  std::memcpy(&bits, &weight, sizeof(bits));
+  uint32_t found = job->largest_weight;
+  while (found < bits && !job->largest_weight.compare_exchange_weak(found, bits)) {
   }
 }
 
@@ -122,6 +132,7 @@ Status CheckForCpu(const QuantizedAttentionArgs& args, const CpuQuantizedAttenti
   const AttentionArgs& attention = args.attention;
   STOF_RETURN_IF_ERROR(Check(attention));
   for (const Quantization* q : {&args.query, &args.key, &args.value, &args.weight}) {
+    if (q == &args.weight && args.has_dynamic_weights) continue;
     if (!IsLegal(*q)) return Status::Error("codes of query, key, value or weights have no scale or a wrong zero point");
   }
   for (const Quantization* q : {&args.score, &args.scaled_score, &args.biased_score}) {
@@ -168,7 +179,9 @@ Status CpuQuantizedAttention(const QuantizedAttentionArgs& args, const CpuQuanti
   const AttentionShape& shape = args.attention.shape;
   if (shape.B == 0 || shape.H == 0 || shape.S == 0) return Status();
   const cpu::QuantizedAttentionKernels& kernels = *cpu::KernelsOf(config.isa).quantized_attention;
-  cpu::QuantizedProblem problem = MakeProblem(args, config, kernels);
+  QuantizedAttentionArgs used = args;
+  if (args.has_dynamic_weights) used.weight = Quantization{1.0f, 0, false};
+  cpu::QuantizedProblem problem = MakeProblem(used, config, kernels);
   const Layout layout = MakeLayout(problem, kernels, std::max(1, parallel.threads));
   char* const base = static_cast<char*>(workspace);
   problem.keys = reinterpret_cast<int8_t*>(base + layout.keys);
@@ -181,11 +194,20 @@ Status CpuQuantizedAttention(const QuantizedAttentionArgs& args, const CpuQuanti
   }
   Job job{problem, kernels, base + layout.scratch, layout.scratch_each};
   RunAll(&job, shape.B * shape.G, parallel,
-         [](const Job& all, int64_t item, void*) { all.kernels.pack(all.problem, item); });
+         [](Job* all, int64_t item, void*) { all->kernels.pack(all->problem, item); });
   job.prepares = true;
+  const int64_t items = shape.B * shape.H * problem.tile_rows;
+  if (args.has_dynamic_weights) {
+    RunAll(&job, items, parallel, Measure);
+    const uint32_t bits = job.largest_weight;
+    float largest = 0.0f;
+    std::memcpy(&largest, &bits, sizeof(largest));
+    // Without a weight all codes are 0, whatever the scale.
+    used.weight.scale = largest > 0.0f ? largest / 255.0f : 1.0f;
+  }
   // The last rows of a causal mask are the longest: they go first.
-  RunAll(&job, shape.B * shape.H * problem.tile_rows, parallel, [](const Job& all, int64_t item, void* scratch) {
-    all.kernels.attend(all.problem, all.count - 1 - item, scratch);
+  RunAll(&job, items, parallel, [](Job* all, int64_t item, void* scratch) {
+    all->kernels.attend(all->problem, all->count - 1 - item, scratch);
   });
   return Status();
 }

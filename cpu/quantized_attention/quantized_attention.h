@@ -24,8 +24,8 @@ struct QuantizedBlocks {
   int32_t layout_b = 1, layout_h = 1, rows = 0;
 };
 
-// One call. Kernels take the first factor of a sum of products as uint8, the second one as int8: codes of the other type
-// are moved by 128, with their zero points.
+// One call. Kernels take the first factor of a sum of products as uint8, the second one as int8: codes of the other
+// type are moved by 128, with their zero points.
 struct QuantizedProblem {
   const QuantizedAttentionArgs* args = nullptr;
   int m = 0, n = 0;
@@ -38,8 +38,8 @@ struct QuantizedProblem {
 
   // Bits of keys that exist and that pad does not forbid, [B, key tiles]; nullptr: all that exist.
   uint64_t* key_bits = nullptr;
-  // Of each KV head [B, G]: keys [tiles, ...] in the order that products read, and the sums of each key's values; values
-  // likewise, and the sums of each tile's values by column.
+  // Of each KV head [B, G]: keys [tiles, ...] in the order that products read, and the sums of each key's values;
+  // values likewise, and the sums of each tile's values by column.
   int8_t* keys = nullptr;
   int32_t* key_sums = nullptr;  // [B, G, tiles * n]
   int8_t* values = nullptr;
@@ -53,6 +53,8 @@ struct QuantizedAttentionKernels {
   void (*prepare)(const QuantizedProblem& problem, void* scratch) = nullptr;
   // The keys and values of a KV head, 0 ... B * G - 1.
   void (*pack)(const QuantizedProblem& problem, int64_t head) = nullptr;
+  // The largest weight of a tile row.
+  float (*measure)(const QuantizedProblem& problem, int64_t item, void* scratch) = nullptr;
   // A tile row of a query head: item = (b * H + h) * tile_rows + row.
   void (*attend)(const QuantizedProblem& problem, int64_t item, void* scratch) = nullptr;
 };

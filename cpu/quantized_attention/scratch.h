@@ -4,6 +4,7 @@
 #define STOF_CPU_QUANTIZED_ATTENTION_SCRATCH_H_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/quantized_attention/pack.h"
 #include "cpu/simd/simd.h"
@@ -25,20 +26,21 @@ struct RankTables {
   alignas(64) uint8_t exponent_bytes[4][256];
 };
 
-// The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows, keys].
+// The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows,
+// keys].
 struct RowScratch {
   RankTables* tables;
-  uint8_t* queries;     // [m, quads, 4]
-  int32_t* row_terms;   // [m]
-  int32_t* tiles;       // visited key tiles, in the order in which they lie
-  uint64_t* allowed;    // [visited, m]: bits of allowed keys
-  uint8_t* codes;       // [visited, m, keys]: ranks of scores, then of weights
-  float* scores;        // likewise, where scores are no codes: scores, then their exponentials
-  uint8_t* byte_max;    // [m, keys]: largest ranks by lane
-  float* float_max;     // [m, kWidth]
-  int64_t* weight_sums; // [m]: of ranks of weights, counted from that of 0
-  uint32_t* bits;       // [m, keys / 32]: of a tile
-  float* sums;          // [kRows, 64]: outputs of a strip
+  uint8_t* queries;      // [m, quads, 4]
+  int32_t* row_terms;    // [m]
+  int32_t* tiles;        // visited key tiles, in the order in which they lie
+  uint64_t* allowed;     // [visited, m]: bits of allowed keys
+  uint8_t* codes;        // [visited, m, keys]: ranks of scores, then of weights
+  float* scores;         // likewise, where scores are no codes: scores, then their exponentials
+  uint8_t* byte_max;     // [m, keys]: largest ranks by lane
+  float* float_max;      // [m, kWidth]
+  int64_t* weight_sums;  // [m]: of ranks of weights, counted from that of 0
+  uint32_t* bits;        // [m, keys / 32]: of a tile
+  float* sums;           // [kRows, 64]: outputs of a strip
 };
 
 struct ScratchLayout {

@@ -30,9 +30,9 @@ inline TileRows RowsOfItem(const QuantizedProblem& p, int64_t item) {
 }
 
 // Lists tiles into a scratch: those of the mask, or all of them.
-class TileList {
+class KeyTileList {
  public:
-  TileList(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s) : p_(p), rows_(rows), s_(s) {}
+  KeyTileList(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s) : p_(p), rows_(rows), s_(s) {}
 
   // Returns how many tiles the rows visit.
   int64_t OfMask() {
@@ -72,8 +72,7 @@ class TileList {
   // Clears what a conjunct forbids; false where it forbids the tile.
   bool Apply(const DynamicMask* mask, int64_t tile, uint64_t* allowed) const {
     if (mask == nullptr) return true;
-    const int found =
-        mask->tile(mask->self, rows_.b, rows_.h, rows_.first, tile * kTileKeys, p_.m, kTileKeys, s_.bits);
+    const int found = mask->tile(mask->self, rows_.b, rows_.h, rows_.first, tile * kTileKeys, p_.m, kTileKeys, s_.bits);
     if (found == 1) And(s_.bits, allowed);
     return found != 0;
   }

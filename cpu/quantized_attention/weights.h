@@ -20,54 +20,72 @@ inline uint8_t MaxOfBytes(const uint8_t* bytes) {
   return most;
 }
 
-// Ranks of weights from ranks of scores.
-inline RowState WeighRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
-  const RankTables& t = *s.tables;
-  const RowTiles tiles = {s.codes + row * kTileKeys, s.allowed + row, visited, p.m};
-  const uint8_t most = MaxOfBytes(s.byte_max + row * kTileKeys);
-  const uint64_t sum = SumExponents(tiles, t, most);  // the largest score alone gives 2^31
-  const Quantization& weight = p.args->weight;
-  uint8_t table[257];
-  const auto zero = static_cast<uint8_t>(weight.zero_rank());
-  Fill(table, table + 257, zero);
-  if (sum > 0) {
-    const float inverse = Finite(2147483648.0 / (static_cast<double>(sum) * double{weight.scale}));
-    const float high = static_cast<float>(255 - weight.zero_rank());
-    for (int i = 0; i < 256; ++i) {
-      const float steps = t.weights[i] * inverse;
-      const float rounded = ((steps > high ? high : steps) + kRoundToInteger) - kRoundToInteger;
-      table[i] = static_cast<uint8_t>(static_cast<int32_t>(rounded) + weight.zero_rank());
-    }
-  }
-  s.weight_sums[row] = LookWeights(tiles, table, most);
-  return sum > 0 ? RowState::kWeighted : RowState::kEmpty;
+// The sum of a row's exponentials, the largest of which is 1, and what shifts its scores; the exponentials of scores in
+// fp32 take the place of these. NaN where a score is; 0 of a row without an allowed key.
+struct RowSum {
+  double sum = 0.0;
+  uint8_t most = 0;  // the largest rank, where scores are ranks
+  RowState State() const { return sum > 0.0 ? RowState::kWeighted : sum != sum ? RowState::kNan : RowState::kEmpty; }
+  float LargestWeight() const { return sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0f; }
+};
+
+inline RowTiles TilesOfRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  return {s.codes + row * kTileKeys, s.allowed + row, visited, p.m};
 }
 
-// Ranks of weights from scores in fp32.
-inline RowState WeighScores(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
-  const Quantization& weight = p.args->weight;
+inline RowSum SumRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  RowSum found;
+  found.most = MaxOfBytes(s.byte_max + row * kTileKeys);
+  const uint64_t sum = SumExponents(TilesOfRow(p, s, row, visited), *s.tables, found.most);
+  found.sum = static_cast<double>(sum) / 2147483648.0;
+  return found;
+}
+
+inline RowSum SumScores(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  RowSum found;
   const float most = Simd::ReduceMax(Simd::Load(s.float_max + row * kWidth));
-  const int32_t zero = weight.zero_rank();
-  double sum = 0.0;
-  bool has_nan = false;
+  // Of a row without a finite score only NaN counts.
+  const V shift = Simd::Set1(most == -__builtin_inff() ? 0.0f : most);
   for (int64_t i = 0; i < visited; ++i) {
     if (s.allowed[i * p.m + row] == 0) continue;
     float* const x = s.scores + (i * p.m + row) * kTileKeys;
     V sums = Simd::Set1(0.0f);
     for (int k = 0; k < kTileKeys; k += kWidth) {
-      V shifted = Simd::Sub(Simd::Load(x + k), Simd::Set1(most));
-      // Of a row without a finite score only NaN counts.
-      if (most == -__builtin_inff()) shifted = Simd::Load(x + k);
-      const V exponential = ExpOfScore(shifted);
+      const V exponential = ExpOfScore(Simd::Sub(Simd::Load(x + k), shift));
       Simd::Store(x + k, exponential);
       sums = Simd::Add(sums, exponential);
     }
-    sum += double{Simd::ReduceAdd(sums)};
+    found.sum += double{Simd::ReduceAdd(sums)};
   }
-  has_nan = sum != sum;
-  const bool is_weighted = sum > 0.0 && !has_nan;
-  const float inverse = is_weighted ? Finite(1.0 / (sum * double{weight.scale})) : 0.0f;
-  const float high = static_cast<float>(255 - zero);
+  return found;
+}
+
+inline RowSum SumRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  return p.keeps_codes ? SumRanks(p, s, row, visited) : SumScores(p, s, row, visited);
+}
+
+// What exponentials are multiplied by to become steps of the weight's rounding.
+inline float StepsOfWeight(const QuantizedProblem& p, const RowSum& row) {
+  return row.State() == RowState::kWeighted ? Finite(1.0 / (row.sum * double{p.args->weight.scale})) : 0.0f;
+}
+
+// Ranks of weights from ranks of scores.
+inline void RoundRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
+                       const RowSum& found) {
+  const Quantization& weight = p.args->weight;
+  const float factor = StepsOfWeight(p, found);
+  uint8_t table[257];
+  for (int i = 0; i < 256; ++i) table[i] = RankOf(s.tables->weights[i] * factor, weight);
+  table[256] = static_cast<uint8_t>(weight.zero_rank());
+  s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, found.most);
+}
+
+// Ranks of weights from exponentials.
+inline void RoundWeights(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
+                         const RowSum& found) {
+  const int32_t zero = p.args->weight.zero_rank();
+  const float factor = StepsOfWeight(p, found), high = static_cast<float>(255 - zero);
+  const bool is_weighted = found.State() == RowState::kWeighted;
   int64_t total = 0;
   for (int64_t i = 0; i < visited; ++i) {
     uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
@@ -78,7 +96,7 @@ inline RowState WeighScores(const QuantizedProblem& p, const RowScratch& s, int6
     const float* const x = s.scores + (i * p.m + row) * kTileKeys;
     int32_t added = 0;
     for (int k = 0; k < kTileKeys; ++k) {
-      const float steps = x[k] * inverse;
+      const float steps = x[k] * factor;
       const float rounded = ((steps > high ? high : steps) + kRoundToInteger) - kRoundToInteger;
       const int32_t rank = static_cast<int32_t>(rounded) + zero;
       codes[k] = static_cast<uint8_t>(rank);
@@ -87,11 +105,16 @@ inline RowState WeighScores(const QuantizedProblem& p, const RowScratch& s, int6
     total += added;
   }
   s.weight_sums[row] = total;
-  return is_weighted ? RowState::kWeighted : has_nan ? RowState::kNan : RowState::kEmpty;
 }
 
-// The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in units of
-// the scales of weights and values.
+inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  const RowSum found = SumRow(p, s, row, visited);
+  p.keeps_codes ? RoundRanks(p, s, row, visited, found) : RoundWeights(p, s, row, visited, found);
+  return found.State();
+}
+
+// The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in
+// units of the scales of weights and values.
 template <int kVectors>
 void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head, int64_t row, int64_t column,
                     int64_t visited) {

@@ -32,6 +32,8 @@ struct QuantizedAttentionArgs {
   // Roundings of products, of products times scale, of these plus the bias, in this order; absent ones have no scale.
   Quantization score, scaled_score, biased_score;
   Quantization weight;
+  // The weight's scale is that of the largest weight of the whole tensor, and `weight` is not read: codes are uint8.
+  bool has_dynamic_weights = false;
 };
 
 struct CpuQuantizedAttentionConfig {
@@ -44,7 +46,8 @@ CpuQuantizedAttentionConfig ChooseCpuQuantizedAttention(const QuantizedAttention
 // Where no block mask is given, all keys count.
 size_t CpuQuantizedAttentionWorkspace(const QuantizedAttentionArgs& args, const CpuQuantizedAttentionConfig& config,
                                       int threads);
-// args and config as given to CpuQuantizedAttentionWorkspace; workspace: its bytes, 64-byte aligned, contents arbitrary.
+// args and config as given to CpuQuantizedAttentionWorkspace; workspace: its bytes, 64-byte aligned, contents
+// arbitrary.
 Status CpuQuantizedAttention(const QuantizedAttentionArgs& args, const CpuQuantizedAttentionConfig& config,
                              void* workspace, const Parallel& parallel);
 

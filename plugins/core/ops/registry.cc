@@ -17,10 +17,9 @@ namespace stof {
 namespace {
 
 using Describe = const OpDescription* (*)();
-constexpr Describe kOps[] = {AttentionDescription,      CachedAttentionDescription,
-                             PagedAttentionDescription, ChainDescription,
-                             GemmDescription,           SparseMlpDescription,
-                             QuantizedAttentionDescription};
+constexpr Describe kOps[] = {
+    AttentionDescription, CachedAttentionDescription, PagedAttentionDescription,    ChainDescription,
+    GemmDescription,      SparseMlpDescription,       QuantizedAttentionDescription};
 constexpr size_t kOpCount = std::size(kOps);
 
 }  // namespace

@@ -77,13 +77,21 @@ class QuantizationBinder {
   const Tables& given_;
 };
 
+struct QuantizedAttentionAttributes {
+  AttentionAttributes attention;
+  bool has_dynamic_weights = false;
+};
+
 // Roles that need each other, and attributes of StofAttention that no kernel of this operator computes.
-Status CheckAttributes(const AttentionAttributes& a) {
+Status CheckAttributes(const QuantizedAttentionAttributes& parsed) {
+  const AttentionAttributes& a = parsed.attention;
   const auto has = [&](const std::string& role) {
     return std::find(a.operands.begin(), a.operands.end(), role) != a.operands.end();
   };
   for (const char* name : {"query", "key", "value", "weight"}) {
-    if (has(std::string(name) + kScale)) continue;
+    const bool is_wanted = !parsed.has_dynamic_weights || std::string(name) != "weight";
+    if (has(std::string(name) + kScale) == is_wanted) continue;
+    if (!is_wanted) return Status::Error("attribute operands has weight_scale, expected none: weight_range is dynamic");
     return Status::Error("attribute operands lacks " + std::string(name) + kScale + ", expected it in every node");
   }
   for (const std::string& role : a.operands) {
@@ -105,8 +113,11 @@ Status CheckAttributes(const AttentionAttributes& a) {
 
 class QuantizedAttentionOp final : public Op {
  public:
-  explicit QuantizedAttentionOp(AttentionAttributes attributes)
-      : attributes_(std::move(attributes)), rules_(OutputRules(attributes_)), mask_(attributes_.mask) {}
+  explicit QuantizedAttentionOp(QuantizedAttentionAttributes attributes)
+      : attributes_(std::move(attributes.attention)),
+        has_dynamic_weights_(attributes.has_dynamic_weights),
+        rules_(OutputRules(attributes_)),
+        mask_(attributes_.mask) {}
 
   Status Prepare(const Tensor* inputs, int input_count) override {
     STOF_RETURN_IF_ERROR(CheckCount(input_count));
@@ -218,7 +229,8 @@ class QuantizedAttentionOp final : public Op {
     }
     // As tensors of fp32 without data: what is checked is the same.
     std::vector<Tensor> sized(inputs, inputs + input_count);
-    for (int i = 0; i < kTypedInputs; ++i) sized[static_cast<size_t>(i)].dtype = DType::kF32, sized[static_cast<size_t>(i)].data = nullptr;
+    for (int i = 0; i < kTypedInputs; ++i)
+      sized[static_cast<size_t>(i)].dtype = DType::kF32, sized[static_cast<size_t>(i)].data = nullptr;
     STOF_RETURN_IF_ERROR(BindQueryKeyValue(attributes_, sized.data(), input_count, args));
     TensorView* const views[] = {&args->query, &args->key, &args->value};
     for (int i = 0; i < kTypedInputs; ++i) {
@@ -232,6 +244,7 @@ class QuantizedAttentionOp final : public Op {
 
   Status Bind(const Tensor* inputs, int input_count, const RunContext& context, Problem* problem) const {
     QuantizedAttentionArgs& args = problem->args;
+    args.has_dynamic_weights = has_dynamic_weights_;
     STOF_RETURN_IF_ERROR(BindTensors(inputs, input_count, &args.attention));
     for (size_t i = 0; i < attributes_.operands.size(); ++i) {
       problem->given.emplace_back(attributes_.operands[i], inputs[kTypedInputs + i]);
@@ -248,8 +261,8 @@ class QuantizedAttentionOp final : public Op {
     const AttentionShape& shape = args.attention.shape;
     problem->sizes = {shape.B, shape.H, shape.S, shape.T, attributes_.query_offset ? shape.T - shape.S : 0};
     if (problem->sizes.P < 0) {
-      return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) + " > T = " +
-                           std::to_string(shape.T));
+      return Status::Error("query_offset is 1 with S = " + std::to_string(shape.S) +
+                           " > T = " + std::to_string(shape.T));
     }
     const Tensor* pad = nullptr;
     return BindOperands(problem->mask->parts, &problem->given, context, &args.attention, &pad);
@@ -284,57 +297,61 @@ class QuantizedAttentionOp final : public Op {
       args.mask.dynamic = bound->view();
     }
     void* workspace = nullptr;
-    STOF_RETURN_IF_ERROR(context.Allocate(
-        CpuQuantizedAttentionWorkspace(problem->args, config, context.parallel.threads), &workspace));
+    STOF_RETURN_IF_ERROR(
+        context.Allocate(CpuQuantizedAttentionWorkspace(problem->args, config, context.parallel.threads), &workspace));
     STOF_RETURN_IF_ERROR(CpuQuantizedAttention(problem->args, config, workspace, context.parallel));
     if (elements != nullptr) STOF_RETURN_IF_ERROR(elements->status());
     return bound == nullptr ? Status() : bound->status();
   }
 
   AttentionAttributes attributes_;
+  bool has_dynamic_weights_;
   std::vector<DimRule> rules_;
   AttentionMaskSource mask_;
 };
 
-Status Parse(const AttributeReader& attributes, AttentionAttributes* parsed) {
+Status Parse(const AttributeReader& attributes, QuantizedAttentionAttributes* parsed) {
   const AttentionRoles roles = {Limits::kRoles, Limits::kMostOperands};
-  STOF_RETURN_IF_ERROR(ParseAttention(attributes, parsed, roles));
+  std::string range = "static";
+  attributes.String("weight_range", &range);
+  STOF_RETURN_IF_ERROR(ParseAttention(attributes, &parsed->attention, roles));
+  if (range != "static" && range != "dynamic") {
+    return Status::Error("attribute weight_range is " + Quote(range, 64) + ", expected static or dynamic");
+  }
+  parsed->has_dynamic_weights = range == "dynamic";
   return CheckAttributes(*parsed);
 }
 
 Status Create(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
-  AttentionAttributes parsed;
+  QuantizedAttentionAttributes parsed;
   STOF_RETURN_IF_ERROR(Parse(attributes, &parsed));
   *op = std::make_unique<QuantizedAttentionOp>(std::move(parsed));
   return Status();
 }
 
 std::vector<DimRule> ShapeRule(const AttributeReader& attributes, const int* ranks, int rank_count, int index) {
-  AttentionAttributes parsed;
+  QuantizedAttentionAttributes parsed;
   if (index != 0 || rank_count < kTypedInputs || !Parse(attributes, &parsed).ok()) return {};
   for (size_t i = 0; i < kTypedInputs; ++i) {
-    if (ranks[i] != (parsed.layout[i] == TensorLayout::kBSN ? 3 : 4)) return {};
+    if (ranks[i] != (parsed.attention.layout[i] == TensorLayout::kBSN ? 3 : 4)) return {};
   }
-  return OutputRules(parsed);
+  return OutputRules(parsed.attention);
 }
 
 std::vector<OpLimit> ListLimits(Target target, DType dtype) {
-  return ListAttentionLimits(target, dtype, {"most_operands", Limits::kMostOperands});
+  return ListAttentionLimits(target, dtype, {"most_quantized_operands", Limits::kMostOperands});
 }
 
 }  // namespace
 
 const OpDescription* QuantizedAttentionDescription() {
-  static constexpr AttributeDescription kAttributes[] = {{"mask", AttributeType::kString},
-                                                         {"mask_id", AttributeType::kInt},
-                                                         {"scale", AttributeType::kFloat},
-                                                         {"layout", AttributeType::kString},
-                                                         {"num_heads", AttributeType::kInt},
-                                                         {"kv_num_heads", AttributeType::kInt},
-                                                         {"packed", AttributeType::kInts},
-                                                         {"query_offset", AttributeType::kInt},
-                                                         {"empty_rows", AttributeType::kString},
-                                                         {"operands", AttributeType::kString}};
+  static constexpr AttributeDescription kAttributes[] = {
+      {"mask", AttributeType::kString},        {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},        {"layout", AttributeType::kString},
+      {"num_heads", AttributeType::kInt},      {"kv_num_heads", AttributeType::kInt},
+      {"packed", AttributeType::kInts},        {"query_offset", AttributeType::kInt},
+      {"empty_rows", AttributeType::kString},  {"operands", AttributeType::kString},
+      {"weight_range", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofQuantizedAttention";
