@@ -146,7 +146,7 @@ def _roles(rewrite: Rewrite) -> set[str]:
     roles |= {RELATIVE_BIAS_FACTOR} if mask.relative_factor is not None else set()
     roles |= {t.role for t in mask.relative_terms}
     if (roundings := rewrite.site.roundings) is not None:
-        roles |= {f"{role}_{word}" for role in roundings.by_role for word in ("scale", "zero_point")}
+        roles |= {f"{role}_{word}" for role in roundings.operands for word in ("scale", "zero_point")}
     return roles | {"sink"} if rewrite.site.sink is not None else roles
 
 
@@ -220,6 +220,7 @@ def _node(
         "empty_rows": variant.empty_rows.value,
         "operands": " ".join(variant.roles),
         **(_attributes_of_float(part, function) if function.op == OP else {}),
+        **({"weight_range": "dynamic"} if site.roundings is not None and site.roundings.is_weight_by_range else {}),
     }
     name = editor.fresh_node_name(f"{scope_of(site.name)}/{function.op}")
     return gs.Node(function.op, name, attributes, [*inputs, *operands], [result], DOMAIN)

@@ -133,7 +133,7 @@ def _quantizer_operands(editor: Editor, roundings: SiteRoundings) -> dict[str, g
     """Scales and zero points by their roles; a quantizer without a zero point gets 0 of its type."""
     tensors: dict[str, gs.Tensor] = {}
     types = dict(zip(("query", "key", "value"), roundings.code_types, strict=True))
-    for role, quantizer in roundings.by_role.items():
+    for role, quantizer in roundings.operands.items():
         tensors[f"{role}_scale"] = editor.tensors[quantizer.scale]
         if quantizer.zero_point:
             tensors[f"{role}_zero_point"] = editor.tensors[quantizer.zero_point]

@@ -26,7 +26,7 @@ from stof.attention.move_paths import (
     trace_axes,
 )
 from stof.attention.nan_to_num import find_identity_region
-from stof.attention.quantized.parameters import is_quantize, match_rounding
+from stof.attention.quantized.parameters import is_quantize, match_rounding, match_rounding_by_range
 from stof.attention.quantized.score_roundings import RoundingError
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
@@ -133,7 +133,12 @@ class WeightWalk:
 
     def round(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
         """QuantizeLinear and DequantizeLinear with one scale."""
-        if len(users) != 1 or not is_quantize(users[0]) or path.sink_shape is not None:
+        if len(users) != 1 or path.sink_shape is not None:
+            return None
+        if (by_range := match_rounding_by_range(self.index, users[0])) is not None and path.rounding is None:
+            dequantize, quantizer = by_range
+            return replace(path.to(users[0]).to(dequantize), rounding=(path.tensor, quantizer))
+        if not is_quantize(users[0]):
             return None
         readers = self.index.consumers(users[0].output[0])
         found = match_rounding(self.index, readers[0]) if len(readers) == 1 else None

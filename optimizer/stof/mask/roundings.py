@@ -37,6 +37,7 @@ class SiteRoundings:
         score: that of the product of query and key, before the scale; None: there is none.
         scaled_score: that of scaled scores.
         biased_score: that of scores behind masks and biases.
+        is_weight_by_range: the scale of the weights is that of their range in the run; ``weight`` names it in the graph.
         code_types: ONNX element types of query, key and value.
         sources: the float tensors that are rounded.
         unrounded: masks of the site that the graph rounds before it adds them, which changes nothing of what they forbid.
@@ -49,6 +50,7 @@ class SiteRoundings:
     score: Quantizer | None = None
     scaled_score: Quantizer | None = None
     biased_score: Quantizer | None = None
+    is_weight_by_range: bool = False
     code_types: tuple[int, int, int] = (2, 2, 2)
     sources: tuple[str, ...] = ()
     unrounded: frozenset[str] = frozenset()
@@ -66,6 +68,11 @@ class SiteRoundings:
             "weight": self.weight,
         }
         return {role: quantizer for role, quantizer in every.items() if quantizer is not None}
+
+    @property
+    def operands(self) -> Mapping[str, Quantizer]:
+        """Those of :attr:`by_role` that the operator is given."""
+        return {r: q for r, q in self.by_role.items() if r != "weight" or not self.is_weight_by_range}
 
     @property
     def tensors(self) -> tuple[str, ...]:

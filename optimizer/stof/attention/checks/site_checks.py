@@ -261,10 +261,13 @@ class AttentionChecks(SiteChecks):
 
 def _stored_tensors(rewrites: Sequence[Rewrite]) -> set[str | None]:
     """What sites read besides query, key and value, and may be stored in the graph."""
-    read: set[str | None] = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
-    read |= {t.table.tensor for r in rewrites for t in r.mask.relative_terms}
-    read |= {t for r in rewrites if r.site.roundings is not None for t in r.site.roundings.tensors}
-    read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
+    read: set[str | None] = set()
+    for rewrite in rewrites:
+        site = rewrite.site
+        read |= {term.tensor for term in site.terms} | {site.sink}
+        read |= {term.table.tensor for term in rewrite.mask.relative_terms}
+        read |= set() if site.roundings is None else set(site.roundings.tensors)
+        read |= set() if site.query_factor is None else {site.query_factor[1]}
     return read
 
 

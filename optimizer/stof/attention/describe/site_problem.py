@@ -12,6 +12,8 @@ from stof.attention.expand.working_copy import stands_for_fused
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, arrays_of
 
+WEIGHT_BY_RANGE = "weight by range"  # among ``roundings``
+
 
 @dataclass(frozen=True)
 class SiteProblem:
@@ -120,4 +122,5 @@ class SiteProblem:
 def _rounded_roles(site: AttentionSite) -> tuple[str, ...]:
     if site.roundings is None:
         return ()
-    return (*site.roundings.by_role, *map(str, site.roundings.code_types))
+    by_range = [WEIGHT_BY_RANGE] if site.roundings.is_weight_by_range else []
+    return (*site.roundings.operands, *by_range, *map(str, site.roundings.code_types))

@@ -136,6 +136,12 @@ class CoreForm:
         """The codes of a tensor."""
         return self.add("QuantizeLinear", [tensor, *quantizer.inputs])
 
+    def quantize_by_range(self, tensor: str) -> tuple[str, Quantizer]:
+        """The codes of a tensor by the range of all its numbers."""
+        codes, scale, point = (self.names.make() for _ in range(3))
+        self.nodes.append(helper.make_node("DynamicQuantizeLinear", [tensor], [codes, scale, point], name=codes))
+        return codes, Quantizer(scale, point)
+
     def dequantize(self, codes: str, quantizer: Quantizer) -> str:
         """The numbers of codes."""
         return self.add("DequantizeLinear", [codes, *quantizer.inputs])

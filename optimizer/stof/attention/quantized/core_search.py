@@ -114,7 +114,7 @@ class CoreSearch:
         """A tensor behind a rounding of the graph: by ``rounds``, whose codes are read by ``read``."""
         return found
 
-    def round_by_range(self, found: str, node: onnx.NodeProto) -> str:
+    def round_by_range(self, found: str, form: CoreForm) -> str:
         """A tensor behind a rounding whose scale is that of its own range."""
         return found
 
@@ -174,7 +174,7 @@ class CoreSearch:
         if is_quantize(node):
             return self.round(self.number(node.input[0], form, depth + 1), quantizer_of(node, 1), quantizer, form)
         if node.op_type == "DynamicQuantizeLinear" and codes == node.output[0]:
-            return self.round_by_range(self.number(node.input[0], form, depth + 1), node)
+            return self.round_by_range(self.number(node.input[0], form, depth + 1), form)
         product = self.product_of(node)
         if product is not None and product.rounds is not None:
             return self.round(self._scores(product, form), product.rounds, quantizer, form)

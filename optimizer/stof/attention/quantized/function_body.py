@@ -84,7 +84,12 @@ class _RoundedWeights(VariantWeights):
         minus, masked = b.constant(-np.inf, np.float32), scores
         if not v.expression.allows_all:
             masked = b.add("Where", [v.expression.to_onnx(b, sizes, operands), scores, minus])
-        return [self._round(self.weights(scores, masked, sizes, operands, minus), "weight", operands)]
+        weights = self.weights(scores, masked, sizes, operands, minus)
+        if "weight_scale" in operands:
+            return [self._round(weights, "weight", operands)]
+        quantizer = [b.name() for _ in range(3)]
+        b.nodes.append(helper.make_node("DynamicQuantizeLinear", [weights], quantizer, name=quantizer[0]))
+        return [b.add("DequantizeLinear", quantizer)]
 
     def _round(self, tensor: str, role: str, operands: Mapping[str, str]) -> str:
         """A tensor rounded to the numbers of codes, where the role has a scale."""

@@ -35,6 +35,19 @@ def is_dequantize(node: onnx.NodeProto) -> bool:
     return (domain_of(node), node.op_type) in _DEQUANTIZES
 
 
+def match_rounding_by_range(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto, Quantizer] | None:
+    """The DequantizeLinear behind a DynamicQuantizeLinear, where all that reads that is this node."""
+    if node.op_type != "DynamicQuantizeLinear" or len(node.output) != 3:
+        return None
+    readers = [index.consumers(o) for o in node.output]
+    dequantize = readers[0][0] if readers[0] else None
+    if dequantize is None or any(r != [dequantize] for r in readers) or not is_dequantize(dequantize):
+        return None
+    return (
+        (dequantize, Quantizer(node.output[1], node.output[2])) if list(dequantize.input) == list(node.output) else None
+    )
+
+
 def match_rounding(index: GraphIndex, node: onnx.NodeProto) -> tuple[onnx.NodeProto, Quantizer] | None:
     """The QuantizeLinear before a DequantizeLinear, where both are of one scale: together they round."""
     if not is_dequantize(node):
@@ -96,11 +109,15 @@ class QuantizedConstants:
 
     def is_per_tensor(self, quantizer: Quantizer) -> bool:
         """Whether a scale is one number, for all elements."""
-        node = self._index.producer(quantizer.scale)
-        if node is not None and node.op_type == "DynamicQuantizeLinear":
+        if self.is_by_range(quantizer):
             return True
         scale = self.array(quantizer.scale)
         return scale is not None and scale.size == 1
+
+    def is_by_range(self, quantizer: Quantizer) -> bool:
+        """Whether a scale is found in the run, by the range of what is rounded."""
+        node = self._index.producer(quantizer.scale)
+        return node is not None and node.op_type == "DynamicQuantizeLinear"
 
     def are_equal(self, one: Quantizer, other: Quantizer) -> bool:
         """Whether two quantizers are the same function, so that a code of the one is a code of the other."""

@@ -16,7 +16,7 @@ from stof.attention.quantized.core_search import CoreSearch
 from stof.attention.quantized.parameters import is_dequantize, is_quantize, quantizer_of
 from stof.attention.quantized.products import QuantizedProduct
 from stof.errors import UnsupportedError
-from stof.graph.index import all_nodes, describe, is_standard
+from stof.graph.index import all_nodes, is_standard
 from stof.mask.roundings import Quantizer
 from stof.mask.site import FORBIDDING_VALUE
 
@@ -49,10 +49,8 @@ class _RoundedSearch(CoreSearch):
         form.unrounded.add(found)
         return found
 
-    def round_by_range(self, found: str, node: onnx.NodeProto) -> str:
-        if self._drops:
-            return found
-        raise UnsupportedError(f"{describe(node)} rounds scores or weights by the range of the whole tensor")
+    def round_by_range(self, found: str, form: CoreForm) -> str:
+        return found if self._drops else form.dequantize(*form.quantize_by_range(found))
 
     def input_of(self, op: str, tensor: str, codes_of: Quantizer | None, form: CoreForm, depth: int) -> str:
         before = form.products
@@ -80,6 +78,9 @@ class _RoundedSearch(CoreSearch):
             node = self.index.producer(tensor)
             if node is None:
                 break
+            if node.op_type == "DynamicQuantizeLinear" and is_codes:
+                tensor, quantizer = self._codes_by_range(node, moves, form)
+                break
             if is_standard(node) and node.op_type in MOVES:
                 moves.insert(0, node)
             elif is_codes and is_quantize(node):
@@ -105,6 +106,21 @@ class _RoundedSearch(CoreSearch):
         for node in moves:
             result = form.add(node.op_type, [result, *node.input[1:]], like=node)
         return result
+
+    def _codes_by_range(
+        self, node: onnx.NodeProto, moves: list[onnx.NodeProto], form: CoreForm
+    ) -> tuple[str, Quantizer]:
+        """The codes of a DynamicQuantizeLinear, in front of the moves before it, which are added to ``moves``."""
+        tensor, inner = str(node.input[0]), list[onnx.NodeProto]()
+        while (mover := self.index.producer(tensor)) is not None and is_standard(mover) and mover.op_type in MOVES:
+            if len(inner) > _MOST_NODES or mover.op_type == "Expand":
+                break
+            inner.insert(0, mover)
+            tensor = mover.input[0]
+        if not inner:
+            return str(node.output[0]), Quantizer(node.output[1], node.output[2])
+        moves[:0] = inner
+        return form.quantize_by_range(tensor)
 
     def _codes_of(self, tensor: str, quantizer: Quantizer, form: CoreForm) -> str:
         """The codes of a float tensor: those that the graph computes anyway, if it does."""

@@ -115,7 +115,8 @@ def with_roundings(
         if way.scores.factor != 1.0 or "scaled_score" in roles:
             raise RoundingError("scores are rounded between two scales, one of which the query or the key has")
         roles["scaled_score"] = roles.pop("score")
-    for quantizer in (*roles.values(), way.weight[1]):
+    by_range = constants.is_by_range(way.weight[1])
+    for quantizer in (*roles.values(), *([] if by_range else [way.weight[1]])):
         _check_codes(constants, quantizer)
     codes, quantizers = [], []
     for operand, role in zip((site.query, site.key, site.value), ("query", "key", "value"), strict=True):
@@ -140,11 +141,13 @@ def with_roundings(
         roles.get("score"),
         roles.get("scaled_score"),
         roles.get("biased_score"),
+        is_weight_by_range=by_range,
         code_types=(types[0], types[1], types[2]),
         sources=(*(r.source for r in way.scores.roundings), way.weight[0]),
         unrounded=frozenset(t.tensor for t in site.terms) & unrounded,
     )
-    return replace(site, roundings=roundings)
+    words = "weights rounded by their range" if by_range else "rounded weights"
+    return replace(site, roundings=roundings, form=f"{site.form}, {words}")
 
 
 def _check_site(site: AttentionSite) -> None:
