@@ -14,6 +14,7 @@ struct ChainKernels;
 struct GemmKernels;
 struct PackedGemmKernels;
 struct PagesKernels;
+struct QuantizedAttentionKernels;
 struct SparseMlpKernels;
 
 // A member for each source OPERATOR_kernels.cc.
@@ -25,6 +26,7 @@ struct KernelTable {
   const GemmKernels* gemm = nullptr;
   const PackedGemmKernels* packed_gemm = nullptr;
   const SparseMlpKernels* sparse_mlp = nullptr;
+  const QuantizedAttentionKernels* quantized_attention = nullptr;
 };
 const KernelTable& KernelsOf(CpuIsa isa);
 

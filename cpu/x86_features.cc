@@ -26,10 +26,10 @@ struct Feature {
   int bit;
   uint32_t state;
 };
-constexpr Feature kFeatures[] = {{"fma", 1, kEcx, 12, kYmm},      {"f16c", 1, kEcx, 29, kYmm},
-                                 {"avx2", 7, kEbx, 5, kYmm},      {"avx512f", 7, kEbx, 16, kZmm},
-                                 {"avx512dq", 7, kEbx, 17, kZmm}, {"avx512bw", 7, kEbx, 30, kZmm},
-                                 {"avx512vl", 7, kEbx, 31, kZmm}, {"avx512vnni", 7, kEcx, 11, kZmm}};
+constexpr Feature kFeatures[] = {
+    {"fma", 1, kEcx, 12, kYmm},      {"f16c", 1, kEcx, 29, kYmm},       {"avx2", 7, kEbx, 5, kYmm},
+    {"avx512f", 7, kEbx, 16, kZmm},  {"avx512dq", 7, kEbx, 17, kZmm},   {"avx512bw", 7, kEbx, 30, kZmm},
+    {"avx512vl", 7, kEbx, 31, kZmm}, {"avx512vnni", 7, kEcx, 11, kZmm}, {"avx512vbmi", 7, kEcx, 1, kZmm}};
 
 // The state that the operating system keeps; 0 where it does not say so.
 uint32_t KeptState() {

@@ -216,6 +216,15 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="least mean cosine of outputs on --inputs to write a model with skip-scores or choose-blocks (0.999)",
     )
+    group.add_argument(
+        "--dequantize-attention",
+        action="store_true",
+        help="compute attention in float whose scores or weights are rounded to 8 bits; OUTPUTS CHANGE: on --inputs they are at "
+        "least as near to those of --float-model as the quantized model's are, or as near to either as --min-cosine says",
+    )
+    group.add_argument(
+        "--float-model", type=Path, metavar="FILE", help="the model that was quantized, for --dequantize-attention"
+    )
     group.add_argument("--force", action="store_true", help="write the model beyond --max-kl and --min-cosine, too")
 
 
@@ -303,6 +312,8 @@ def _run(arguments: argparse.Namespace) -> int:
         max_kl=0.1 if arguments.max_kl is None else arguments.max_kl,
         min_cosine=0.999 if arguments.min_cosine is None else arguments.min_cosine,
         force=arguments.force,
+        dequantize_attention=arguments.dequantize_attention,
+        float_model=arguments.float_model,
         output=arguments.output,
         target=_target(arguments),
         emit=arguments.emit,
@@ -354,10 +365,16 @@ def _check_changes(arguments: argparse.Namespace) -> None:
     measured = arguments.prompts or arguments.sparse_mlp
     has_thresholds = any(kind.clause in (arguments.sparsify or "") for kind in KINDS)
     on_inputs = bool(arguments.inputs) and has_thresholds  # which measure the loss of thresholds
+    on_inputs = on_inputs or (bool(arguments.inputs) and arguments.dequantize_attention)
+    if arguments.float_model is not None and not arguments.dequantize_attention:
+        raise ArgumentError("--float-model is for --dequantize-attention; give both")
     if arguments.min_cosine is not None and not on_inputs:
-        raise ArgumentError("--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks; give both")
+        raise ArgumentError(
+            "--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks, or with --dequantize-attention; give both"
+        )
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
-        if is_given and measured is None and not (on_inputs and option == "--force"):
+        is_forced = option == "--force" and (on_inputs or arguments.dequantize_attention)
+        if is_given and measured is None and not is_forced:
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 
 

@@ -41,6 +41,7 @@ from stof.targets import Target
 
 if TYPE_CHECKING:
     from stof.prompts.files import PromptSet
+    from stof.verification.float_distance import DequantizedAttention
     from stof.verification.model_inputs import ModelInputs
     from stof.verification.site_checks import SiteChecks
 
@@ -94,6 +95,7 @@ class Job:
         tuning: the time that measurements took so far.
         sparsity: what --sparsify puts on attentions; ``model`` has it then. None: nothing.
         run_time_masks: what --sparsify says of skip by score, choose blocks and choose pages; None: nothing.
+        dequantized: attention that --dequantize-attention makes float; ``model`` has it then. None: nothing.
         prompts: the file of --prompts; None: there is none.
         inputs: draws inputs of ``model``, by the first op so far that knows what they mean.
         settings: what the options of its own say to an op, by its key.
@@ -111,6 +113,7 @@ class Job:
     tuning: Tuning = field(default_factory=Tuning)
     sparsity: Sparsity | None = None
     run_time_masks: SparsitySpec | None = None
+    dequantized: DequantizedAttention | None = None
     prompts: PromptSet | None = None
     inputs: Callable[[], ModelInputs] | None = None
     settings: Mapping[str, OpSettings] = field(default_factory=dict)

@@ -69,6 +69,8 @@ class OptionArguments(TypedDict, total=False):
     max_kl: float
     min_cosine: float
     force: bool
+    dequantize_attention: bool
+    float_model: PathLike | None
     ignore_empty_rows: bool
     chains: str
     unpad: str
@@ -114,8 +116,11 @@ class Options:
         prompts: token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured.
         max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
         min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model with
-            skip-scores or choose-blocks is written.
+            skip-scores or choose-blocks is written, or one with ``dequantize_attention``.
         force: write the model beyond both, too.
+        dequantize_attention: attention whose scores or weights are rounded to 8 bits computes in float; outputs change, and
+            are held to those of ``float_model`` on ``inputs``, or by ``min_cosine`` to the model's own.
+        float_model: the model from which the quantized one was made.
         ignore_empty_rows: fully masked rows may give another result than in the original.
         chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is
             estimated.
@@ -159,6 +164,8 @@ class Options:
     max_kl: float = 0.1
     min_cosine: float = 0.999
     force: bool = False
+    dequantize_attention: bool = False
+    float_model: Path | None = None
     ignore_empty_rows: bool = False
     chains: str = "auto"
     unpad: str = "auto"
@@ -187,6 +194,8 @@ class Options:
                 "unpad_capacity is for batches without padding, and unpad is 'off'; leave one of them out"
             )
 
+        if self.float_model is not None and not self.dequantize_attention:
+            raise ArgumentError("float_model is for dequantize_attention; give both")
         if not self.emission.needs_library:
             self._check_standard()
 
@@ -234,9 +243,21 @@ def _check_masks(name: str, value: object) -> dict[str, str]:
 
 # What gives each field's value; ``inputs`` are checked against the model that they are for.
 _CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("output", "json", "report", "prompts", "plan", "save_plan"), or_none(check_path)),
+    **dict.fromkeys(("output", "json", "report", "prompts", "float_model", "plan", "save_plan"), or_none(check_path)),
     **dict.fromkeys(
-        ("allow_tf32", "time", "dry_run", "verify", "force", "ignore_empty_rows", "products", "ignore_measurements"),
+        (
+            *(
+                "allow_tf32",
+                "time",
+                "dry_run",
+                "verify",
+                "force",
+                "ignore_empty_rows",
+                "products",
+                "ignore_measurements",
+            ),
+            "dequantize_attention",
+        ),
         check_flag,
     ),
     **dict.fromkeys(("sparsify", "sparse_mlp"), check_text),

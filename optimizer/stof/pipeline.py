@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
+from stof.dequantize.declare import check_dequantized_plan, dequantize_attention
+from stof.dequantize.measure import hold_to_float
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
@@ -177,6 +179,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         return
     if plan is not None:
         _check_plan_is_for(plan, options)
+    check_dequantized_plan(plan, options)
     job = _prepare(report, _read_options(job, target, report.dry_run), target, user_inputs)
     stages = rewrite(job, ops)
     report.sections |= {s.op.key: s.decided.section for s in stages}
@@ -194,7 +197,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     masks = job.run_time_masks
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
-    _save_plan(Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses), options)
+    saved = Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses)
+    _save_plan(replace(saved, dequantizes_attention=options.dequantize_attention), options)
 
 
 def _refuse_changes_of_optimized(options: Options) -> None:
@@ -235,6 +239,8 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
             raise ArgumentError("--prompts needs onnxruntime, which is not installed: pip install onnxruntime")
         job = replace(job, prompts=PromptSet(f"--prompts {options.prompts}", tuple(prompts)))
         read["prompts file"] = options.prompts
+    if options.float_model is not None:
+        read["float model"] = options.float_model
     settings: dict[str, OpSettings] = {}
     for op in OPS:
         if isinstance(op, ReadsOptions) and (op_settings := op.read_options(job)) is not None:
@@ -252,6 +258,9 @@ def _prepare(report: Report, job: Job, target: Path, user_inputs: Sequence[Given
     """
     with _as_model_error(job.source):
         read_constants(job.source, job.model)
+    if job.options.dequantize_attention:
+        job = dequantize_attention(job, user_inputs, report.dry_run)
+        report.dequantized = job.dequantized
     spec = parse_spec(job.options.sparsify) if job.options.sparsify else None
     check_plan(job, spec)
     if spec is not None:
@@ -412,6 +421,7 @@ def _verify_and_write(
     measure = partial(_measure_seconds, report)
     final, job = apply_run_time_masks(report, job, stages, target.parent, user_inputs, measure)
     measure_loss_on_prompts(report, job, stages, final, target, measure)
+    hold_to_float(job, final, target.parent, user_inputs, measure)
     report.nodes_after = len(final.graph.node)
     with _measure_seconds(report, "write"):
         data_files = save(final, target, job.source)

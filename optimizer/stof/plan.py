@@ -21,6 +21,7 @@ from stof.targets import CPU, TARGETS, Target
 FORMAT = "stof-plan"
 VERSION = 1
 _CLAUSES = "threshold_clauses"
+_DEQUANTIZES = "dequantize_attention"
 
 
 class PlanEntry(Protocol):
@@ -70,6 +71,7 @@ class Plan:
     sparsity: str = ""  # digest of the patterns of --sparsify
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
     threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
+    dequantizes_attention: bool = False  # it is for --dequantize-attention
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -80,6 +82,7 @@ class Plan:
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "target": self.target.name}
         data |= {"emit": self.emission.name} if self.emission is not STOF else {}
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
+        data |= {_DEQUANTIZES: True} if self.dequantizes_attention else {}
         data |= {_CLAUSES: list(self.threshold_clauses)} if self.threshold_clauses else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
@@ -123,7 +126,17 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
         where,
         "",
         data,
-        {"format", "version", "target", "emit", "sparsity", _CLAUSES, *(kind.plan_key for kind in KINDS), *formats},
+        {
+            "format",
+            "version",
+            "target",
+            "emit",
+            "sparsity",
+            _DEQUANTIZES,
+            _CLAUSES,
+            *(kind.plan_key for kind in KINDS),
+            *formats,
+        },
     )
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
     emission = EMISSIONS[fields.text("emit", STOF.name, tuple(EMISSIONS))]
@@ -144,7 +157,8 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     clauses = fields.take(_CLAUSES, list, [])
     if any(not isinstance(clause, str) for clause in clauses):
         raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
-    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds, tuple(clauses))
+    dequantizes = fields.take(_DEQUANTIZES, bool, False)
+    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds, tuple(clauses), dequantizes)
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stof.run_facts.facts import RunFacts
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
+    from stof.verification.float_distance import DequantizedAttention
     from stof.verification.model_times import ModelTimes
     from stof.verification.result import Verification
 
@@ -253,6 +254,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    dequantized: DequantizedAttention | None = None  # what --dequantize-attention did
     emit: str = STOF.name  # what operators are written
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made
@@ -324,6 +326,7 @@ class Report:
         opsets = self.converted_opset
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
+        data["dequantize_attention"] = None if self.dequantized is None else self.dequantized.to_json()
         data["memory"] = None if self.memory is None else self.memory.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
         data["run"] = None if self.facts is None else self.facts.to_json()
@@ -350,6 +353,7 @@ class Report:
         lines = [f"{self.model}: {self._headline()}"]
         lines += [line for s in sections for line in s.lines()]
         lines += self.sparsity.lines() if self.sparsity is not None else []
+        lines += self.dequantized.lines() if self.dequantized is not None else []
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
@@ -409,6 +413,7 @@ class Report:
 
     def _headline(self) -> str:
         sparsity = [] if self.sparsity is None else [self.sparsity.headline]
+        sparsity += [] if self.dequantized is None else [self.dequantized.headline]
         # What changes outputs comes first.
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
         return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)

@@ -213,7 +213,7 @@ def _verify(
                 typed_attributes,
                 user_inputs,
                 job.options.shapes,
-                is_from_file=job.sparsity is None and original is job.model,
+                is_from_file=job.sparsity is None and job.dequantized is None and original is job.model,
                 padded_batches=find_padded_batches(stages),
             )
             for op in (s.op for s in stages):

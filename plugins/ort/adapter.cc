@@ -20,7 +20,7 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, DType
   r.GetExecutionProviderType = [](const OrtCustomOp* op) { return Self(op).provider; };
   r.GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
     if (Self(op).description->is_variadic) return 1;
-    return Self(op).description->typed_inputs + Self(op).description->optional_inputs;
+    return Self(op).description->FirstInputs() + Self(op).description->optional_inputs;
   };
   r.GetInputType = [](const OrtCustomOp* op, size_t i) {
     const OpDescription& description = *Self(op).description;
@@ -30,7 +30,7 @@ void Fill(const OrtApi* api, const OpDescription& description, DType type, DType
   };
   r.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     if (Self(op).description->is_variadic) return INPUT_OUTPUT_VARIADIC;
-    return i < static_cast<size_t>(Self(op).description->typed_inputs) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+    return i < static_cast<size_t>(Self(op).description->FirstInputs()) ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   };
   r.GetInputMemoryType = [](const OrtCustomOp* op, size_t i) {
     return (Self(op).description->host_inputs >> i & 1u) != 0 ? OrtMemTypeCPUInput : OrtMemTypeDefault;

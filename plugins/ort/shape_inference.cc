@@ -57,6 +57,8 @@ OrtStatus* InferOne(const Registration& self, OrtShapeInferContext* context, con
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   if (self.description->is_variadic) {
     type = static_cast<ONNXTensorElementDataType>(self.description->output_type(attributes, index));
+  } else if (self.description->untyped_inputs > 0) {
+    type = static_cast<ONNXTensorElementDataType>(self.description->types[0]);
   } else {
     STOF_ORT_RETURN(api->GetTensorElementType(inputs[0], &type));
     type = static_cast<ONNXTensorElementDataType>(self.description->OutputType(index, static_cast<DType>(type)));
@@ -97,7 +99,7 @@ OrtStatus* ORT_API_CALL InferShapes(const OrtCustomOp* op, OrtShapeInferContext*
   try {
     const InferAttributes attributes(self.api, context);
     if (self.description->is_variadic) return InferLists(self, context, attributes);
-    std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->typed_inputs, nullptr);
+    std::vector<OrtTensorTypeAndShapeInfo*> inputs(self.description->FirstInputs(), nullptr);
     std::vector<int> ranks(inputs.size(), 0);
     for (size_t i = 0; i < inputs.size(); ++i) {
       size_t rank = 0;

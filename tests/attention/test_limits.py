@@ -66,8 +66,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
 
 
 def test_what_the_library_answers() -> None:
-    operators = {"StofAttention", "StofCachedAttention", "StofChain", "StofGemm", "StofPagedAttention", "StofSparseMLP"}
-    assert set(op_limits()) == operators
+    attentions = {"StofAttention", "StofCachedAttention", "StofPagedAttention", "StofQuantizedAttention"}
+    assert set(op_limits()) == {*attentions, "StofChain", "StofGemm", "StofSparseMLP"}
     assert set(op_limits()["StofAttention"]["targets"]) == {"cpu", "cuda", "tensorrt"}
     for target in ("cpu", "cuda", "tensorrt"):
         found = limits.limits_of(target)

@@ -86,7 +86,7 @@ NAMED = {
         "float[a,b,c,d] out",
         _SCORES + _SCALES + "s2 = QuantizeLinear (s1, scale, zero)\ns3 = DequantizeLinear (s2, scale, zero)\n"
         "p = Softmax (s3)\nout = MatMul (p, v)",
-        "the scores are quantized by the DequantizeLinear node that writes 's3'",
+        "the scores are rounded to 8 bits, and the attention weights are not; --dequantize-attention computes it in float",
     ),
     "integer scores with a scale": (
         "uint8[B,4,S,8] q, uint8[B,4,8,S] kt, float[B,4,S,8] v",
@@ -102,7 +102,7 @@ NAMED = {
         + _SCALES
         + "p = Softmax (s1)\np2 = QuantizeLinear (p, scale, zero)\np3 = DequantizeLinear (p2, scale, zero)\n"
         "out = MatMul (p3, v)",
-        "the attention weights are quantized by the QuantizeLinear node that writes 'p2'",
+        "scores or weights are rounded to 8 bits, and the query 'q' is no fp32 number of codes",
     ),
 }
 

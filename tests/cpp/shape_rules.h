@@ -17,7 +17,7 @@ inline void CheckShapeRules(const OpDescription& description, const AttributeRea
                             const std::vector<Tensor>& inputs, const Tensor& output, int index) {
   std::vector<int> ranks;
   for (const Tensor& input : inputs) ranks.push_back(input.rank);
-  if (!description.is_variadic) ranks.resize(static_cast<size_t>(description.typed_inputs));
+  if (!description.is_variadic) ranks.resize(static_cast<size_t>(description.FirstInputs()));
   const std::vector<DimRule> rules =
       description.shape_rule(attributes, ranks.data(), static_cast<int>(ranks.size()), index);
   if (rules.empty()) return;

@@ -38,7 +38,7 @@ TEST(ASetOfAnotherArchitectureLimitsNothing) {
   const CpuIsa best = BestCpuIsaAtMost("");
   CHECK(IsCpuIsaSupported(best) && BestCpuIsaAtMost("portable") == CpuIsa::kPortable);
   CHECK(BestCpuIsaAtMost(CpuIsaName(best)) == best && BestCpuIsaAtMost("none") == best);
-  const char* const x86[] = {"avx2", "avx512", "avx512_vnni"};
+  const char* const x86[] = {"avx2", "avx512", "avx512_vnni", "avx512_vbmi"};
   const char* const arm[] = {"neon", "neon_dotprod"};
 #if defined(__x86_64__)
   for (const char* name : arm) CHECK(BestCpuIsaAtMost(name) == best, name);
@@ -66,6 +66,7 @@ TEST(X86FeaturesAsTheCompilerKnowsThem) {
   STOF_SAME("avx512bw");
   STOF_SAME("avx512vl");
   STOF_SAME("avx512vnni");
+  STOF_SAME("avx512vbmi");
 #undef STOF_SAME
   CHECK(!cpu::HasX86Feature("avx1024"));
   CountCases(8);

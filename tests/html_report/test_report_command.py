@@ -40,6 +40,8 @@ CHANGED: dict[str, Any] = {
     "max_kl": 0.25,
     "min_cosine": 0.95,
     "force": True,
+    "dequantize_attention": True,
+    "float_model": Path("float.onnx"),
     "ignore_empty_rows": True,
     "chains": "on",
     "unpad": "on",
@@ -84,6 +86,7 @@ def test_every_option_is_tested() -> None:
 @pytest.mark.parametrize("name", CHANGED)
 def test_one_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: set[str] = {
+        "float_model": {"dequantize_attention"},
         "force": {"prompts", "sparsify"},
         "max_kl": {"prompts", "sparsify"},
         "min_cosine": {"inputs", "sparsify"},

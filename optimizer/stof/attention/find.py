@@ -14,6 +14,8 @@ from stof.attention.edit.shape_sources import ShapeSources
 from stof.attention.layouts import OperandLayout, layout_candidates
 from stof.attention.limits import element_types, largest_head_size
 from stof.attention.other_softmaxes import explain_other_softmax, name_default_inputs
+from stof.attention.quantized.core_form import NOTHING_ROUNDED, RoundedForms
+from stof.attention.quantized.score_roundings import RoundedScores, RoundedWay, RoundingError, with_roundings
 from stof.attention.scores import Scores, ScoreWalk
 from stof.attention.sinks import Sink, find_sink
 from stof.attention.softmax_forms import SoftmaxForm, match_softmax
@@ -46,6 +48,7 @@ def find_sites(
     names: FreshNames | None = None,
     first_index: int = 0,
     softmaxes: frozenset[str] | None = None,
+    rounded: RoundedForms = NOTHING_ROUNDED,
 ) -> tuple[list[AttentionSite], list[Finding]]:
     """Finds the attention sites of the main graph; for every other softmax the finding says what is in the way.
 
@@ -58,6 +61,7 @@ def find_sites(
         names: of the sites of other graphs; those of this one are added.
         first_index: the index of the first site.
         softmaxes: outputs of the softmaxes to search from; None: all, with those in local functions that were not inlined.
+        rounded: what became of quantized attention.
     """
     index = GraphIndex(model.graph, materialized, fused_nodes)
     weight_walk = WeightWalk(index, symbolic, ShapeSources(model, symbolic))
@@ -72,19 +76,39 @@ def find_sites(
             continue
         name = names.make(softmax.node.name or f"attention_{number}")
         try:
-            site = _match_site(index, symbolic, weight_walk, softmax, name, first_index + len(sites))
+            found = _match_site(index, symbolic, weight_walk, softmax, name, first_index + len(sites))
+            site = with_roundings(index, symbolic, *found, rounded.unrounded_masks)
             if site.output not in read:
                 raise UnsupportedError(f"no output of the graph depends on its result {site.output!r}")
             sites.append(site)
             # Later sites must read this result, or nothing would need the node that writes it.
             index.materialized.add(site.output)
         except UnsupportedError as error:
-            reason = explain_other_softmax(index, symbolic, softmax.node)
+            reason = _explain_rounded(rounded, error, weights) or explain_other_softmax(index, symbolic, softmax.node)
             reason = reason or f"{error}{name_default_inputs(index, softmax.node)}"
             findings.append(Finding(name, False, reason, {"softmax": weights}))
     if softmaxes is None:
+        findings += _find_coded_softmaxes(model, rounded, names)
         findings.extend(_find_in_functions(model, names))
     return sites, findings
+
+
+def _explain_rounded(rounded: RoundedForms, error: UnsupportedError, softmax: str) -> str:
+    """Why attention that is rounded to 8 bits stays; empty where that is not what is in the way."""
+    if isinstance(error, RoundingError):
+        return str(error)
+    refused = rounded.refused.get(softmax, "")
+    return str(RoundingError(refused)) if refused else ""
+
+
+def _find_coded_softmaxes(model: onnx.ModelProto, rounded: RoundedForms, names: FreshNames) -> list[Finding]:
+    """Findings for softmaxes of codes that are in no form in which sites are searched."""
+    findings = []
+    for node in (n for n in model.graph.node if n.op_type == "QLinearSoftmax" and n.domain == "com.microsoft"):
+        refused = rounded.refused.get(node.output[0], "it is no attention whose query, key and value are codes")
+        name = names.make(node.name or f"softmax of {node.output[0]}")
+        findings.append(Finding(name, False, str(RoundingError(refused)), {"softmax": node.output[0]}))
+    return findings
 
 
 def _find_in_functions(model: onnx.ModelProto, names: FreshNames) -> list[Finding]:
@@ -106,7 +130,7 @@ def is_softmax(node: onnx.NodeProto) -> bool:
 
 def _match_site(
     index: GraphIndex, symbolic: Symbolic, weight_walk: WeightWalk, anchor: SoftmaxForm, name: str, number: int
-) -> AttentionSite:
+) -> tuple[AttentionSite, RoundedWay]:
     softmax = anchor.node
     sink = find_sink(index, symbolic, softmax)
     start = softmax.input[0] if sink is None else sink.scores
@@ -119,6 +143,7 @@ def _match_site(
     if axis % len(shape) != len(shape) - 1:
         raise UnsupportedError(f"the softmax runs along axis {axis}, expected the last")
     scores = ScoreWalk(index, symbolic, partial(_match_query_key, index, symbolic)).walk(start)
+    rounded = RoundedScores(scores.roundings, scores.factor, len(scores.terms) + (anchor.mask is not None))
     if anchor.mask is not None:
         if sink is not None:
             raise UnsupportedError(
@@ -159,9 +184,9 @@ def _match_site(
     make = partial(_make_site, symbolic, name, number, softmax, sink, scores, path)
     site = make(_choose_layouts(queries, keys, values, outputs))
     before_guard = [o for o in outputs if o.row_guard is None]
-    if site.row_guard is None or not before_guard:
-        return site
-    return replace(site, unguarded=make(_choose_layouts(queries, keys, values, before_guard)))
+    if site.row_guard is not None and before_guard:
+        site = replace(site, unguarded=make(_choose_layouts(queries, keys, values, before_guard)))
+    return site, RoundedWay(rounded, path.rounding)
 
 
 def _explain_unknown_shape(index: GraphIndex, symbolic: Symbolic, tensor: str) -> str:

@@ -61,22 +61,23 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
     dtypes = {v.dtype for v in variants}
     if len(dtypes) > 1 and opset < _CAST_LIKE:
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
-    frame = _Frame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
+    frame = AttentionFrame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
     vectors = frame.vectors() if any(v.products for v in variants) else None
     has_values = any(RELATIVE_VALUE in v.roles for v in variants)
     result_names = ["out", *(["added"] if has_values else []), *(["lse"] if lse else [])]
-    chosen = _select(
-        variants, 0, opset, (scores, vectors), frame.attribute("mask_id") if len(variants) > 1 else "", result_names
-    )
+    weights = [VariantWeights(v, Builder(opset, f"v{i}_")) for i, v in enumerate(variants)]
+    mask_id = frame.attribute("mask_id") if len(variants) > 1 else ""
+    chosen = select_variant(weights, 0, (scores, vectors), mask_id, result_names)
     frame.builder.nodes += chosen
     frame.finish("variant0_out", "variant0_added" if has_values else "")
     if lse:
         frame.builder.nodes.append(helper.make_node("Identity", ["variant0_lse"], ["lse"], name="lse"))
     opsets = [helper.make_opsetid("", opset)]
-    read = [a for a in _READ if a != "mask_id" or len(variants) > 1]
     outputs = ["output", "lse"] if lse else ["output"]
-    return helper.make_function(DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read)
+    return helper.make_function(
+        DOMAIN, OP, inputs, outputs, frame.builder.nodes, opsets, read_attributes(len(variants))
+    )
 
 
 def add_packed_inputs(
@@ -136,10 +137,14 @@ def attribute_constant(name: str, kind: str, target: str, type_: int) -> onnx.No
 _READ = ("mask_id", "scale", "num_heads", "kv_num_heads")
 
 
-def _select(
-    variants: Sequence[Variant],
+def read_attributes(variants: int) -> list[str]:
+    """The attributes that a body of so many variants reads."""
+    return [a for a in _READ if a != "mask_id" or variants > 1]
+
+
+def select_variant(
+    weights: Sequence[VariantWeights],
     i: int,
-    opset: int,
     scores: tuple[str, ScoreVectors | None],
     mask_id: str,
     result_names: Sequence[str],
@@ -148,16 +153,16 @@ def _select(
 
     With "lse" among ``result_names`` they also write ``variant<i>_lse``, and with "added" what weights make of rows.
     """
-    body = _Weights(variants[i], Builder(opset, f"v{i}_"))
+    body = weights[i]
     results = body.build(*scores, result_names)
     outs = [f"variant{i}_{word}" for word in result_names]
-    if i + 1 == len(variants):
+    if i + 1 == len(weights):
         written = [helper.make_node("Identity", [r], [o], name=o) for r, o in zip(results, outs, strict=True)]
         return [*body.builder.nodes, *written]
     number = helper.make_node("Constant", [], [f"s{i}_i"], name=f"s{i}_i", value_int=i)
     same = helper.make_node("Equal", [mask_id, f"s{i}_i"], [f"s{i}_same"], name=f"s{i}_same")
     then = make_branch(body.builder.nodes, results, f"then{i}")
-    rest = _select(variants, i + 1, opset, scores, mask_id, result_names)
+    rest = select_variant(weights, i + 1, scores, mask_id, result_names)
     other = make_branch(rest, [f"variant{i + 1}_{word}" for word in result_names], f"else{i}")
     choose = helper.make_node("If", [f"s{i}_same"], outs, name=outs[0], then_branch=then, else_branch=other)
     return [number, same, choose]
@@ -172,13 +177,16 @@ def make_branch(nodes: Sequence[onnx.NodeProto], results: Sequence[str], name: s
     return helper.make_graph([*nodes, *last], name, [], values)
 
 
-class _Frame:
+class AttentionFrame:
     """The nodes that all variants share: from query and key to scores, and from weights and value to the output."""
 
-    def __init__(self, layouts: tuple[Layout, ...], grouped: bool, dtype: int | None, opset: int) -> None:
+    def __init__(
+        self, layouts: tuple[Layout, ...], grouped: bool, dtype: int | None, opset: int, output_type: str = "query"
+    ) -> None:
         self.layouts = layouts
         self.grouped = grouped
         self.dtype = dtype  # None: as the query's
+        self.output_type = output_type  # the tensor whose type the output has; empty: ``dtype``
         self.builder = Builder(opset, "f_")
         self.heads = self.attribute("num_heads")
         self.value = self.query = self.key = self.scale = ""
@@ -194,15 +202,21 @@ class _Frame:
     def scores(self) -> str:
         """Nodes for query @ key^T times the scale, [B, H, S, T] in fp32; returns their name."""
         b = self.builder
-        groups = self.attribute("kv_num_heads")
-        query = self._bhsd("query", self.layouts[0], self.heads)
-        key, self.value = (self._bhsd(n, self.layouts[i], groups) for n, i in (("key", 1), ("value", 2)))
-        if self.grouped:
-            count = b.add("Div", [self.heads, groups])
-            key, self.value = (self._repeat(t, self.heads, count) for t in (key, self.value))
+        query, key = self.lay_out_heads("query", "key", "value")
         self.key, self.scale = key, self.attribute("scale")
         self.query = b.add("Mul", [query, self.scale])
         return b.add("MatMul", [self.query, b.add("Transpose", [key], perm=[0, 1, 3, 2])])
+
+    def lay_out_heads(self, query: str, key: str, value: str) -> tuple[str, str]:
+        """Query and key as [B, H, .., D] in fp32, and likewise ``value`` for :meth:`finish`."""
+        b = self.builder
+        groups = self.attribute("kv_num_heads")
+        query = self._bhsd(query, self.layouts[0], self.heads)
+        key, self.value = (self._bhsd(n, self.layouts[i], groups) for n, i in ((key, 1), (value, 2)))
+        if self.grouped:
+            count = b.add("Div", [self.heads, groups])
+            key, self.value = (self._repeat(t, self.heads, count) for t in (key, self.value))
+        return query, key
 
     def vectors(self) -> ScoreVectors:
         """What products with rows read, behind :meth:`scores`."""
@@ -213,8 +227,10 @@ class _Frame:
         b = self.builder
         tensor = b.add("MatMul", [weights, self.value])
         tensor = b.add("Add", [tensor, added]) if added else tensor
-        if self.dtype is None or b.opset >= _CAST_LIKE:  # a converter to fp16 changes the types around a call
-            tensor = b.add("CastLike", [tensor, "query"])
+        if self.output_type and (
+            self.dtype is None or b.opset >= _CAST_LIKE
+        ):  # a converter to fp16 changes types around a call
+            tensor = b.add("CastLike", [tensor, self.output_type])
         elif self.dtype != TensorProto.FLOAT:
             tensor = b.add("Cast", [tensor], to=self.dtype)
         layout = self.layouts[3]
@@ -268,7 +284,7 @@ def _shape(b: Builder, *sizes: str | list[int]) -> str:
     return b.add("Concat", dims, axis=0)
 
 
-class _Weights:
+class VariantWeights:
     """The nodes of one variant, from scores to weights."""
 
     def __init__(self, variant: Variant, builder: Builder) -> None:
@@ -293,7 +309,7 @@ class _Weights:
             scores = b.add("Mul", [b.add("Tanh", [b.add("Div", [scores, cap])]), cap])
         minus = b.constant(-np.inf, np.float32)
         scores, masked = self._apply_mask(scores, sizes, operands, minus)
-        results = {"out": self._weights(scores, masked, sizes, operands, minus)}
+        results = {"out": self.weights(scores, masked, sizes, operands, minus)}
         if "added" in result_names:
             products = [p for p in v.products if p.is_of_weights]
             zero = np.zeros((1, 1, 1, 1), np.float32)
@@ -321,7 +337,8 @@ class _Weights:
             return scores, scores
         return scores, b.add("Where", [v.expression.to_onnx(b, sizes, operands), scores, minus])
 
-    def _weights(self, scores: str, masked: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> str:
+    def weights(self, scores: str, masked: str, sizes: ScoreSizes, operands: dict[str, str], minus: str) -> str:
+        """The weights of scores, which are -inf in ``masked`` where the mask forbids."""
         v, b = self.variant, self.builder
         if "sink" in operands:
             return self._beside_sink(masked, operands["sink"], sizes)

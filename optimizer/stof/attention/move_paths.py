@@ -113,6 +113,24 @@ def scalar_factor(symbolic: Symbolic, node: onnx.NodeProto) -> tuple[str, float]
     return None
 
 
+def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
+    """Whether a node is x - ReduceMax(x) along the last axis."""
+    if node.op_type != "Sub":
+        return False
+    maximum = index.producer(node.input[1])
+    while maximum is not None and maximum.op_type == "Identity":  # as a stopped gradient is exported
+        maximum = index.producer(maximum.input[0])
+    if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
+        return False
+    shape, maximum_shape = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
+    return (
+        shape is not None
+        and maximum_shape is not None
+        and maximum_shape[:-1] == shape[:-1]
+        and maximum_shape[-1].constant == 1
+    )
+
+
 def trace_axes(symbolic: Symbolic, path: MovePath) -> Axes | None:
     """The axes of the path's last tensor as atoms of its source; None where a movement is not understood."""
     shape = symbolic.shape(path.source)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from stof.attention.bias_input import append_fp32_node, build_bias
 from stof.attention.relative_terms.tables import build_factor, build_tables
@@ -21,6 +21,7 @@ from stof.mask.relative_roles import (
     RELATIVE_QUERY,
     RELATIVE_VALUE,
 )
+from stof.mask.roundings import QUANTIZER_ROLES, SiteRoundings
 from stof.mask.site import AttentionSite, LiftedMask, OperandView, RuntimeOperand
 from stof.symbolic import Symbolic
 
@@ -81,6 +82,8 @@ def build_operands(
         tables: list[gs.Node] = []
         tensors |= build_tables(editor, symbolic, site, mask, tables)
         editor.insert_early(tables)
+    if site.roundings is not None:
+        tensors |= _quantizer_operands(editor, site.roundings)
     if site.sink is not None:
         tensors["sink"] = _sink_operand(editor, symbolic, site, extra)
     return [tensors[slot] if slot in tensors else _unused_operand(editor, slot) for slot in slots]
@@ -126,7 +129,25 @@ def _cast(editor: Editor, operand: RuntimeOperand, extra: list[gs.Node], tensor:
     return out
 
 
+def _quantizer_operands(editor: Editor, roundings: SiteRoundings) -> dict[str, gs.Tensor]:
+    """Scales and zero points by their roles; a quantizer without a zero point gets 0 of its type."""
+    tensors: dict[str, gs.Tensor] = {}
+    types = dict(zip(("query", "key", "value"), roundings.code_types, strict=True))
+    for role, quantizer in roundings.operands.items():
+        tensors[f"{role}_scale"] = editor.tensors[quantizer.scale]
+        if quantizer.zero_point:
+            tensors[f"{role}_zero_point"] = editor.tensors[quantizer.zero_point]
+        else:
+            kind = helper.tensor_dtype_to_np_dtype(types.get(role, int(TensorProto.UINT8)))
+            tensors[f"{role}_zero_point"] = editor.initializer("stof_zero_point", np.zeros((), kind))
+    return tensors
+
+
 def _unused_operand(editor: Editor, role: str) -> gs.Tensor:
+    if role in QUANTIZER_ROLES:
+        return editor.initializer(
+            f"stof_unused_{role}", np.ones((), np.float32) if role.endswith("scale") else np.zeros((), np.uint8)
+        )
     return editor.initializer(f"stof_unused_{role}", NEUTRAL.get(role, np.zeros(1, np.bool_)))
 
 

@@ -45,6 +45,9 @@ _ELEMENTWISE = frozenset(
         "BiasGelu",
     }
 )
+_WHAT_TO_DO = (
+    "; attention is replaced where all of it is rounded by static scales, or with --dequantize-attention in float"
+)
 _WEIGHT_INPUTS = {"QLinearMatMul": (0, 3), "QGemm": (0, 3), "QLinearConv": (0, 3)}
 _CHOOSES = frozenset({"TopK", "ArgMax", "ArgMin"})
 _EXPERTS = frozenset({"MoE", "QMoE"})  # com.microsoft operators whose second input is a router's
@@ -126,13 +129,13 @@ def explain_other_softmax(index: GraphIndex, symbolic: Symbolic, softmax: onnx.N
         if origins.constants:
             return f"no attention but learned weights: the scores are the constant {origins.constants[0]!r}"
     if origins.quantized and origins.has_pairs:
-        return f"the scores are quantized by {describe(origins.quantized[0])}; attention is replaced where its core is float"
+        return f"the scores are quantized by {describe(origins.quantized[0])}{_WHAT_TO_DO}"
     if shape is not None and len(shape) < 3 and not origins.has_pairs:
         seen = f"the scores are {'one vector' if len(shape) < 2 else 'rows of one matrix'}"
         return f"{_name(index, symbolic, softmax, _AxisOrigin.FEATURES)}: {seen}"
     quantizer = _quantizes_weights(index, softmax.output[0])
     if quantizer is not None:
-        return f"the attention weights are quantized by {describe(quantizer)}; attention is replaced where its core is float"
+        return f"the attention weights are quantized by {describe(quantizer)}{_WHAT_TO_DO}"
     return None
 
 

@@ -25,6 +25,7 @@ from stof.attention.expand.expanders import is_fused, make_working_copy
 from stof.attention.find import is_softmax
 from stof.attention.function_body import OP
 from stof.attention.plan_entry import SitePlan, read_site_plan
+from stof.attention.quantized.function_body import QUANTIZED_OP
 from stof.attention.report import KEY, NAMES, SiteReport, SiteSection
 from stof.attention.subgraphs import Scope, emit_scopes, find_scopes
 from stof.graph.index import DOMAIN, all_nodes
@@ -97,7 +98,7 @@ class AttentionRewrite(
     """Finds attention at each softmax, lifts its mask, and decides by checks, kernels and the cost model."""
 
     key = KEY
-    op_types = frozenset({OP})
+    op_types = frozenset({OP, QUANTIZED_OP})
     names = NAMES
     plan_format = EntryFormat("site", read_site_plan, required=True)
 
@@ -201,7 +202,7 @@ def _candidates(scopes: Sequence[Scope]) -> tuple[NamedCandidate, ...]:
 
 
 def _is_done(node: onnx.NodeProto) -> bool:
-    return node.domain == DOMAIN and node.op_type == OP
+    return node.domain == DOMAIN and node.op_type in (OP, QUANTIZED_OP)
 
 
 def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
@@ -213,7 +214,8 @@ def _rows_of_optimized(graph: onnx.ModelProto) -> list[SiteReport]:
     for node in nodes:
         if _is_done(node):
             mask = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mask"), "")
-            rows.append(SiteReport(names.make(node.name or OP), False, "is StofAttention already", mask=mask))
+            name = names.make(node.name or node.op_type)
+            rows.append(SiteReport(name, False, f"is {node.op_type} already", mask=mask))
         elif is_softmax(node) or is_fused(node):
             name = names.make(node.name or f"{node.op_type} of {node.output[0]}")
             reason = (

@@ -22,10 +22,13 @@ from stof.attention.move_paths import (
     is_move,
     keeps_last_two_axes,
     scalar_factor,
+    subtracts_row_max,
     swapped_order,
     trace_axes,
     trace_views,
 )
+from stof.attention.quantized.parameters import match_rounding
+from stof.attention.quantized.score_roundings import ScoreRounding
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.mask.score_view import ScoreView
@@ -65,6 +68,7 @@ class Scores:
         int | None, ...
     ] = ()  # how many of ``moves`` follow each term; None: it broadcasts to [B, H, S, T] itself
     moves: tuple[onnx.NodeProto, ...] = ()  # that regroup or permute axes
+    roundings: tuple[ScoreRounding, ...] = ()
     words: tuple[str, ...] = ()  # of the report, one for each spelling that was met
     nodes: tuple[str, ...] = ()  # first outputs of the nodes
 
@@ -188,6 +192,20 @@ class ScoreWalk:
         if subtracts_row_max(self.index, self.symbolic, node):
             return self.walk(node.input[0], passed, depth + 1)
         return None
+
+    def round(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores | None:
+        """QuantizeLinear and DequantizeLinear with one scale."""
+        found = match_rounding(self.index, node)
+        if found is None:
+            return None
+        quantize, quantizer = found
+        if scores.softcap or scores.floored or scores.spread_factor is not None:
+            raise UnsupportedError(
+                f"{describe(quantize)} rounds scores before they are bounded, or scaled by head or row"
+            )
+        rounding = ScoreRounding(quantizer, quantize.input[0], scores.factor, len(scores.terms))
+        rounded = replace(scores.with_node(node, "rounded scores").with_node(quantize))
+        return self.walk(quantize.input[0], replace(rounded, roundings=(*scores.roundings, rounding)), depth + 1)
 
     def floor(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores | None:
         """Max(scores, lowest): only masked scores are lower, and they stay masked."""
@@ -430,6 +448,7 @@ ON_SCORES: tuple[Rule, ...] = (
     ScoreWalk.add_mask,
     ScoreWalk.where_mask,
     ScoreWalk.skip_neutral,
+    ScoreWalk.round,
     ScoreWalk.floor,
     ScoreWalk.subtract_mask,
     ScoreWalk.cap,
@@ -477,21 +496,3 @@ def _find_constant_fill(mask: np.ndarray | None, added: np.ndarray | None, sign:
         return None
     values = np.unique(fills[keep == 0])
     return float(values[0]) * sign if values.size == 1 else None
-
-
-def subtracts_row_max(index: GraphIndex, symbolic: Symbolic, node: onnx.NodeProto) -> bool:
-    """Whether a node is x - ReduceMax(x) along the last axis."""
-    if node.op_type != "Sub":
-        return False
-    maximum = index.producer(node.input[1])
-    while maximum is not None and maximum.op_type == "Identity":  # as a stopped gradient is exported
-        maximum = index.producer(maximum.input[0])
-    if maximum is None or maximum.op_type != "ReduceMax" or maximum.input[0] != node.input[0]:
-        return False
-    shape, maximum_shape = symbolic.shape(node.input[0]), symbolic.shape(node.input[1])
-    return (
-        shape is not None
-        and maximum_shape is not None
-        and maximum_shape[:-1] == shape[:-1]
-        and maximum_shape[-1].constant == 1
-    )

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from stof.attention.move_paths import is_float_cast
-from stof.attention.scores import subtracts_row_max
+from stof.attention.move_paths import is_float_cast, subtracts_row_max
 from stof.graph.index import GraphIndex, is_standard
 from stof.symbolic import Real, Symbolic, integer, var
 

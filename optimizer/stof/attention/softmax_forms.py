@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from stof.attention.scores import subtracts_row_max
+from stof.attention.move_paths import subtracts_row_max
 from stof.graph.index import GraphIndex, is_standard
 from stof.mask.site import MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer, var

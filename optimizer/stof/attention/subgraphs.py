@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from stof.attention.emit import Rewrite, SharedFunction, emit, replace_sites
+from stof.attention.emit import Rewrite, SharedFunctions, emit, replace_sites
 from stof.attention.expand.expanders import is_fused, make_subgraph_copy
 from stof.attention.expand.working_copy import WorkingCopy, with_expanded
 from stof.attention.find import find_sites, is_softmax
@@ -58,7 +58,14 @@ def find_scopes(working: WorkingCopy) -> list[Scope]:
     """The main graph and every subgraph that contains attention, with their sites."""
     symbolic = working.symbolic()
     names = FreshNames()
-    sites, findings = find_sites(working.model, symbolic, working.materialized, working.fused_nodes(), names=names)
+    sites, findings = find_sites(
+        working.model,
+        symbolic,
+        working.materialized,
+        working.fused_nodes(),
+        names=names,
+        rounded=working.rounded,
+    )
     main = Scope((), "", working, 0, symbolic, tuple(sites), (*working.findings, *findings))
     scopes = [main]
     graph = working.base.graph
@@ -166,21 +173,21 @@ def _own_names(graph: onnx.GraphProto) -> set[str]:
 
 
 def emit_scopes(scopes: Sequence[Scope], rewrites: Sequence[Rewrite]) -> onnx.ModelProto:
-    """A copy of the model in which the site of every rewrite, in the main graph or a subgraph, is one StofAttention node."""
+    """A copy of the model in which the site of every rewrite, in the main graph or a subgraph, is one node."""
     main, *others = scopes
     main_rewrites = main.rewrites(rewrites)
     inner = [(s, r) for s in others if (r := s.rewrites(rewrites))]
     if not inner:
         return emit(main.working.expand_for(r.site for r in main_rewrites), main.symbolic, main_rewrites)
-    function = SharedFunction(rewrites)
+    functions = SharedFunctions(rewrites)
     result = copy_model(main.working.expand_for(r.site for r in main_rewrites))
     before = _live_nodes(result.graph)
     for scope, some in reversed(inner):  # innermost first
-        _replace_in_subgraph(result, scope, some, function)
+        _replace_in_subgraph(result, scope, some, functions)
     if main_rewrites:
-        result = replace_sites(result, main.symbolic, main_rewrites, function)
+        result = replace_sites(result, main.symbolic, main_rewrites, functions)
     _remove_dead_nodes(result.graph, before)
-    return function.finish(result)
+    return functions.finish(result)
 
 
 def graph_at(model: onnx.ModelProto, path: GraphPath) -> onnx.GraphProto:
@@ -194,7 +201,7 @@ def graph_at(model: onnx.ModelProto, path: GraphPath) -> onnx.GraphProto:
 
 
 def _replace_in_subgraph(
-    model: onnx.ModelProto, scope: Scope, rewrites: Sequence[Rewrite], function: SharedFunction
+    model: onnx.ModelProto, scope: Scope, rewrites: Sequence[Rewrite], functions: SharedFunctions
 ) -> None:
     graph = graph_at(model, scope.path)
     wanted = {r.site.softmax for r in rewrites}
@@ -211,7 +218,7 @@ def _replace_in_subgraph(
     for name in dict.fromkeys(_outer_tensors(scope)):
         if name not in initializers:
             small.graph.input.append(onnx.ValueInfoProto(name=name))
-    edited = replace_sites(small, scope.symbolic, rewrites, function).graph
+    edited = replace_sites(small, scope.symbolic, rewrites, functions).graph
     for field in ("node", "initializer", "value_info"):
         del getattr(graph, field)[:]
         getattr(graph, field).extend(getattr(edited, field))

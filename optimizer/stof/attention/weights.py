@@ -26,8 +26,11 @@ from stof.attention.move_paths import (
     trace_axes,
 )
 from stof.attention.nan_to_num import find_identity_region
+from stof.attention.quantized.parameters import is_quantize, match_rounding, match_rounding_by_range
+from stof.attention.quantized.score_roundings import RoundingError
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
+from stof.mask.roundings import Quantizer
 from stof.mask.site import AddedValues, Layout, MaskTerm, TermKind
 from stof.symbolic import Symbolic, integer
 from stof.symbolic.tensor import Shape
@@ -51,6 +54,7 @@ class WeightPath:
     value_order: Order = ()  # order of axes in which the value is [.., T, Dv]; () where it is so itself
     result_order: Order = ()  # the same for the result, [.., S, Dv]
     added: AddedValues | None = None  # what the weights give besides, by rows of another tensor
+    rounding: tuple[str, Quantizer] | None = None  # of the weights: the tensor that is rounded, and by what
 
     def to(self, node: onnx.NodeProto) -> WeightPath:
         """The same one node further."""
@@ -126,6 +130,27 @@ class WeightWalk:
                 f"the attention weights {path.tensor!r} go to {words}, expected one MatMul with the values"
             )
         raise UnsupportedError(f"the attention weights go to {describe(users[0])}, expected MatMul with the values")
+
+    def round(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
+        """QuantizeLinear and DequantizeLinear with one scale."""
+        if len(users) != 1 or path.sink_shape is not None:
+            return None
+        if (by_range := match_rounding_by_range(self.index, users[0])) is not None and path.rounding is None:
+            dequantize, quantizer = by_range
+            return replace(path.to(users[0]).to(dequantize), rounding=(path.tensor, quantizer))
+        if not is_quantize(users[0]):
+            return None
+        readers = self.index.consumers(users[0].output[0])
+        found = match_rounding(self.index, readers[0]) if len(readers) == 1 else None
+        if found is None or users[0].output[0] in self.index.outputs or users[0].output[0] in self.index.captured:
+            return None
+        if path.rounding is not None and path.rounding[1] != found[1]:
+            raise RoundingError(
+                f"{describe(users[0])} rounds attention weights that are rounded before, by another scale"
+            )
+        if path.pair_guard is not None or path.row_guard is not None or path.zeroed:
+            raise RoundingError(f"{describe(users[0])} rounds attention weights that are masked before")
+        return replace(path.to(users[0]).to(readers[0]), rounding=(path.tensor, found[1]))
 
     def nan_guard(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:
         """Where(IsNaN(weights), 0, weights)."""
@@ -400,6 +425,7 @@ class WeightWalk:
 Rule = Callable[[WeightWalk, WeightPath, list[onnx.NodeProto], ScoreFacts], WeightPath | None]
 # The first rule that matches the users of the weights continues the walk; a rule that does not match returns None.
 ON_WEIGHTS: tuple[Rule, ...] = (
+    WeightWalk.round,
     WeightWalk.nan_guard,
     WeightWalk.identity_region,
     WeightWalk.row_guard,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stof.mask.expression import EVERY_PAIR, MaskExpression
+from stof.mask.roundings import SiteRoundings
 from stof.mask.score_view import ScoreView
 from stof.symbolic.algebra.terms import Int
 
@@ -174,6 +175,7 @@ class AttentionSite:
     ] = ()  # the logits themselves, where they are constants of no tensor: ``sink`` is empty
     row_guard: str | None = None  # bool tensor that zeroes rows after PV (transformers 5)
     added_values: AddedValues | None = None  # part of the output
+    roundings: SiteRoundings | None = None  # to 8 bits: query, key and value are numbers of codes
     unguarded: AttentionSite | None = None  # the same, ended before the row guard, which then stays in the graph
     query_offset: int = 0  # 1: the queries are the last S of T positions
     scores_shape: tuple[str, str, str, str] = ("B", "H", "S", "T")  # for people

@@ -76,6 +76,8 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "max_kl": _number("--max-kl"),
     "min_cosine": _number("--min-cosine"),
     "force": _flag("--force"),
+    "dequantize_attention": _flag("--dequantize-attention"),
+    "float_model": _value("--float-model"),
     "ignore_empty_rows": lambda value: ["--empty-rows", "ignore"],
     "chains": _value("--chains"),
     "unpad": _value("--unpad"),

@@ -208,6 +208,8 @@ struct OpDescription {
   const char* name = "";
   // The first inputs, and all outputs, share the type T that a registration fixes.
   int typed_inputs = 0;
+  // Instead of typed inputs: the first inputs, each of any type. T is then that of the outputs alone.
+  int untyped_inputs = 0;
   // Further inputs of any type.
   int optional_inputs = 0;
   // Outputs that every node has.
@@ -246,11 +248,13 @@ struct OpDescription {
   bool (*chooses_pages)(Target target) = nullptr;
   // The limits of a node with typed inputs of type dtype on a target, which stof_op_limits gives out; nullptr: none.
   std::vector<OpLimit> (*limits)(Target target, DType dtype) = nullptr;
-  // Symbolic shape of output `index` from the ranks of the typed inputs; an empty result means unknown. nullptr: no
+  // Symbolic shape of output `index` from the ranks of the first inputs; an empty result means unknown. nullptr: no
   // shape is known before a run.
   std::vector<DimRule> (*shape_rule)(const AttributeReader& attributes, const int* ranks, int rank_count,
                                      int index) = nullptr;
 
+  // Inputs that every node has, by which shape_rule goes.
+  constexpr int FirstInputs() const { return typed_inputs + untyped_inputs; }
   // The type of an output where T is `typed` and what is stored has type `storage`.
   constexpr DType OutputType(int index, DType typed, DType storage) const {
     if ((storage_outputs >> index & 1u) != 0) return storage;

@@ -58,7 +58,12 @@ struct AttentionAttributes {
   std::array<std::string, kRelativeRoleCount> relative_index;  // expressions of kRelativeRoles
   bool lse = false;                                            // the second output is asked for
 };
-Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed);
+// The roles that attribute `operands` may name, beside those of tables, and how many.
+struct AttentionRoles {
+  ArrayView<const char*> names = AttentionLimits::kRoles;
+  int most = AttentionLimits::kMostOperands;
+};
+Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed, const AttentionRoles& roles = {});
 
 // Queries and keys of a residue class: with fewer, tiles would be emptier than those of the whole.
 constexpr int64_t kMinResidueLength = 64;

@@ -32,19 +32,19 @@ Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layout
   return Status();
 }
 
-bool KnownRole(const std::string& role) {
-  return std::find(std::begin(Limits::kRoles), std::end(Limits::kRoles), role) != std::end(Limits::kRoles) ||
+bool IsKnown(const std::string& role, const AttentionRoles& known) {
+  return std::find(known.names.begin(), known.names.end(), role) != known.names.end() ||
          (role.size() >= 6 && role.size() <= 9 && role.compare(0, 5, "table") == 0 &&
           role.find_first_not_of("0123456789", 5) == std::string::npos);
 }
 
-Status CheckRoles(const std::vector<std::string>& roles) {
-  if (roles.size() > static_cast<size_t>(Limits::kMostOperands)) {
+Status CheckRoles(const std::vector<std::string>& roles, const AttentionRoles& known) {
+  if (roles.size() > static_cast<size_t>(known.most)) {
     return Status::Error("attribute operands has " + std::to_string(roles.size()) + " roles, expected at most " +
-                         std::to_string(Limits::kMostOperands));
+                         std::to_string(known.most));
   }
   for (size_t i = 0; i < roles.size(); ++i) {
-    if (!KnownRole(roles[i])) {
+    if (!IsKnown(roles[i], known)) {
       return Status::Error("attribute operands has role " + Quote(roles[i], kMostQuoted) +
                            ", which this build does not know; a newer stof library may");
     }
@@ -101,7 +101,7 @@ Status ParsePrecision(const AttributeReader& attributes, AttentionPrecision* pre
   return Status();
 }
 
-Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed) {
+Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed, const AttentionRoles& roles) {
   AttentionAttributes& a = *parsed;
   std::string text;
   attributes.String("mask", &a.mask);
@@ -157,7 +157,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   text.clear();
   attributes.String("relative_index", &text);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
-  STOF_RETURN_IF_ERROR(CheckRoles(a.operands));
+  STOF_RETURN_IF_ERROR(CheckRoles(a.operands, roles));
   STOF_RETURN_IF_ERROR(ParseRelativeIndex(text, &a));
   STOF_RETURN_IF_ERROR(ParseSequences(&a));
   if (a.empty_rows != EmptyRows::kZero && std::find(a.operands.begin(), a.operands.end(), "sink") != a.operands.end()) {

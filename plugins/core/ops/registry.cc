@@ -10,15 +10,16 @@
 #include "plugins/core/ops/chain.h"
 #include "plugins/core/ops/gemm.h"
 #include "plugins/core/ops/paged_attention/paged_attention.h"
+#include "plugins/core/ops/quantized_attention/quantized_attention.h"
 #include "plugins/core/ops/sparse_mlp/sparse_mlp.h"
 
 namespace stof {
 namespace {
 
 using Describe = const OpDescription* (*)();
-constexpr Describe kOps[] = {AttentionDescription,      CachedAttentionDescription,
-                             PagedAttentionDescription, ChainDescription,
-                             GemmDescription,           SparseMlpDescription};
+constexpr Describe kOps[] = {
+    AttentionDescription, CachedAttentionDescription, PagedAttentionDescription,    ChainDescription,
+    GemmDescription,      SparseMlpDescription,       QuantizedAttentionDescription};
 constexpr size_t kOpCount = std::size(kOps);
 
 }  // namespace

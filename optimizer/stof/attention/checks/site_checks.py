@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.attention.checks.rounded_comparison import compare_rounded_site
 from stof.attention.checks.site_comparison import (
     OperatorCall,
     compare_site,
@@ -24,6 +25,7 @@ from stof.attention.checks.site_comparison import (
 )
 from stof.attention.emit import Rewrite, parts_of
 from stof.attention.function_body import OP
+from stof.attention.quantized.function_body import QUANTIZED_OP
 from stof.attention.relative_terms.tables import compute_table
 from stof.attention.subgraphs import Scope, emit_scopes, graph_at
 from stof.errors import VerifyError
@@ -157,6 +159,9 @@ class AttentionChecks(SiteChecks):
     def rounding_errors(self, captured: Mapping[str, np.ndarray]) -> dict[str, Noisy]:
         noisy = {}
         for site in (r.site for r in self.rewrites):
+            if site.roundings is not None:  # what is rounded may be off in its last places, and then by a step
+                noisy.update({source: Noisy(site.dtype, 1, 0.0) for source in site.roundings.sources})
+                continue
             channels = site.value_head_size * (site.num_heads if site.output_layout is Layout.BSN else 1)
             output = captured.get(site.output)
             largest = 1.0 if output is None else float(np.abs(output[np.isfinite(output)]).max(initial=0.0))
@@ -184,6 +189,7 @@ class AttentionChecks(SiteChecks):
             tensors += [t.tensor for t in site.terms] + ([site.sink] if site.sink else [])
             tensors += [] if site.added_values is None else [site.added_values.tensor]
             tensors += [site.query_factor[1]] if site.query_factor is not None else []
+            tensors += [] if site.roundings is None else site.roundings.tensors
             tensors += [o.tensor for o in rewrite.mask.operands]
             tensors += [t.table.tensor for t in rewrite.mask.relative_terms if t.table.tensor]
             factor = rewrite.mask.relative_factor
@@ -197,10 +203,7 @@ class AttentionChecks(SiteChecks):
         graph = graph_at(emitted, scope.path)
         rewrites = scope.rewrites(self.rewrites)
         writers = {o: n for n in graph.node for o in n.output}
-        read = {x.tensor for r in rewrites for x in r.site.terms} | {r.site.sink for r in rewrites}
-        read |= {t.table.tensor for r in rewrites for t in r.mask.relative_terms}
-        read |= {r.site.query_factor[1] for r in rewrites if r.site.query_factor is not None}
-        arrays = {**_read_constants(graph, scope.working.base.graph, read), **captured}
+        arrays = {**_read_constants(graph, scope.working.base.graph, _stored_tensors(rewrites)), **captured}
         for rewrite in rewrites:
             site = rewrite.site
             nodes = _nodes_of(writers, site.output)
@@ -246,11 +249,26 @@ class AttentionChecks(SiteChecks):
             rounded_arrays = {
                 n: round_to_site_type(x, site.dtype) if n in {*tensors, site.output} else x for n, x in arrays.items()
             }
+            if site.roundings is not None:
+                yield compare_rounded_site(site, nodes[0], arrays, arrays[site.output])
+                continue
             second = None if rows is None else rows > 0
             calls = [
                 OperatorCall(node, [*tensors, *node.input[3:]], second if i else None) for i, node in enumerate(nodes)
             ]
             yield compare_site(site, calls, rounded_arrays, arrays[site.output], rewrite.ignores_empty_rows)
+
+
+def _stored_tensors(rewrites: Sequence[Rewrite]) -> set[str | None]:
+    """What sites read besides query, key and value, and may be stored in the graph."""
+    read: set[str | None] = set()
+    for rewrite in rewrites:
+        site = rewrite.site
+        read |= {term.tensor for term in site.terms} | {site.sink}
+        read |= {term.table.tensor for term in rewrite.mask.relative_terms}
+        read |= set() if site.roundings is None else set(site.roundings.tensors)
+        read |= set() if site.query_factor is None else {site.query_factor[1]}
+    return read
 
 
 def _read_constants(emitted: onnx.GraphProto, base: onnx.GraphProto, names: set[str | None]) -> dict[str, np.ndarray]:
@@ -277,9 +295,9 @@ def _sum_bias(site: AttentionSite, terms: Sequence[MaskTerm], arrays: Mapping[st
 def _nodes_of(writers: Mapping[str, onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
     """The operator's nodes that a site became, behind conversions of its layout: two where one computes fully masked rows."""
     node = writers[output]
-    while node.op_type not in (OP, "Add", "Where"):
+    while node.op_type not in (OP, QUANTIZED_OP, "Add", "Where"):
         node = writers[node.input[0]]
-    return [node] if node.op_type == OP else [writers[n] for n in node.input[-2:]]
+    return [node] if node.op_type in (OP, QUANTIZED_OP) else [writers[n] for n in node.input[-2:]]
 
 
 def _row_numbers(rewrite: Rewrite, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:

@@ -66,7 +66,7 @@ def compare_site(
     ``calls``: a later one gives the rows that it computes in place of those of earlier ones.
     """
     multiplied, given = _multiply_query(site, arrays)
-    original = _undo_output_moves(multiplied, scores_shape(multiplied, given), given[site.output])
+    original = undo_output_moves(multiplied, scores_shape(multiplied, given), given[site.output])
     operands = [_lay_out(given, o) for o in (multiplied.query, multiplied.key, multiplied.value)]
     try:
         mine, policies = _run_calls(multiplied, calls, operands, given, original)
@@ -78,7 +78,7 @@ def compare_site(
 
 def result_in_heads(site: AttentionSite, arrays: Mapping[str, np.ndarray], output: np.ndarray) -> np.ndarray:
     """A site's output as [B, H, S, Dv]; ``arrays`` has its query and key."""
-    moved = _undo_output_moves(site, scores_shape(site, arrays), output)
+    moved = undo_output_moves(site, scores_shape(site, arrays), output)
     return heads_in_layout(moved, site.output_layout, site.num_heads)
 
 
@@ -108,7 +108,7 @@ def compare_result(
     site, arrays = _multiply_query(site, arrays)
     original = arrays[site.output]
     scores = scores_shape(site, arrays)
-    computed = _undo_output_moves(site, scores, computed)
+    computed = undo_output_moves(site, scores, computed)
     what = f"site {site.name!r}"
     baseline = heads_in_layout(computed, site.output_layout, site.num_heads)
     shape, total = baseline.shape, baseline.size
@@ -190,7 +190,7 @@ def _find_largest_difference(
     return max(differences, key=lambda x: x[0] / x[1] if x[1] else float(x[0] > 0))
 
 
-def _undo_output_moves(site: AttentionSite, scores: tuple[int, int, int, int], output: np.ndarray) -> np.ndarray:
+def undo_output_moves(site: AttentionSite, scores: tuple[int, int, int, int], output: np.ndarray) -> np.ndarray:
     """A site's output in the layout in which the op writes it; ``scores`` is their shape."""
     if site.output_flat:
         output = output.reshape(scores[2] if site.output_perm else scores[0], -1, output.shape[-1])

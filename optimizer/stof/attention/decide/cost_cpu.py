@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stof.attention.decide import quantized
 from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import limits_of, operand_roles, type_names
 from stof.mask.expression import MaskExpression
@@ -60,6 +61,8 @@ def _tile_density(problem: SiteProblem, mask: MaskExpression, length: int, tile:
 def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     """The estimated gain over the runtime's own nodes at S = T = ``length``."""
     density = tile_density(problem, length)
+    if problem.roundings:
+        return GainEstimate(length, density, quantized.estimate_gain(problem, length, density))
     work = 2.0 * problem.head_size + 2.0 * problem.value_head_size
     # Each product of a table costs what query times key does; the runtime multiplies about twice as many rows as there are keys,
     # and moves the result to pairs.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from onnx import TensorProto
 
-from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt
+from stof.attention.decide import cost_cpu, cost_cuda, cost_tensorrt, quantized
 from stof.attention.decide.cost_cpu import GainEstimate
 from stof.attention.decide.tune import Tuner
 from stof.attention.describe.site_problem import SiteProblem
@@ -50,6 +50,8 @@ class AttentionKernels:
 
     def refusals(self, problem: SiteProblem) -> list[str]:
         """The reasons against running a problem on the kernels; empty when there are none."""
+        if problem.roundings:
+            return quantized.refusals(problem, self.options.target)
         return cost_cpu.refusals(problem)
 
     def estimate_gain(self, problem: SiteProblem, length: int) -> GainEstimate:

@@ -13,6 +13,7 @@ import onnx
 from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.limits import relative_roles, relative_roles_on
 from stof.attention.plan_entry import SitePlan
+from stof.attention.quantized.rounded_masks import check_rounded_mask
 from stof.attention.report import NAMES, SiteReport, Step
 from stof.attention.split_mask_sums import split_filled_terms, split_terms
 from stof.errors import GuardError, UnsupportedError
@@ -115,9 +116,13 @@ class SiteDescriber:
                 raise UnsupportedError(f"its scores have the fixed shape {list(site.scores_shape)}: nothing to compute")
             step = Step.LIFT
             site = split_terms(self.checker.index, self.symbolic, site)
-            mask = with_relative_bias(self.checker, site, self._mask(site, entry))
-            site, mask = self._with_relative_terms(site, entry, mask)
-            mask = with_relative_values(self.checker, site, mask, self._roles())
+            mask = self._mask(site, entry)
+            if site.roundings is not None:
+                check_rounded_mask(site, mask)
+            else:
+                mask = with_relative_bias(self.checker, site, mask)
+                site, mask = self._with_relative_terms(site, entry, mask)
+                mask = with_relative_values(self.checker, site, mask, self._roles())
             masked = without_relative_terms(site, mask)
             if entry is None or not entry.empty_rows:
                 mask = self.prover.simplify_empty_rows(masked, mask)
@@ -259,7 +264,7 @@ def _mask_key(site: AttentionSite) -> AttentionSite:
     none = _NO_OPERAND
     return replace(
         site, name="", index=0, softmax="", query=none, key=none, value=none, output="", nodes=(), unguarded=None,
-        added_values=None,
+        added_values=None, roundings=None,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from stof.attention.expand.working_copy import stands_for_fused
 from stof.mask.expression import MaskExpression
 from stof.mask.site import AttentionSite, EmptyRows, LiftedMask, arrays_of
 
+WEIGHT_BY_RANGE = "weight by range"  # among ``roundings``
+
 
 @dataclass(frozen=True)
 class SiteProblem:
@@ -36,6 +38,7 @@ class SiteProblem:
         relative_terms: role, index, heads of the relative table (H or 1), whether its rows have a row bias.
         has_relative_factor: the table by distance is multiplied by a number of each query.
         replaces_fused_node: the baseline is one fused node of the runtime.
+        roundings: roles of what is rounded to 8 bits, and element types of the codes of query, key and value; empty: nothing is.
     """
 
     mask: MaskExpression
@@ -56,6 +59,7 @@ class SiteProblem:
     relative_terms: tuple[tuple[str, str, int, bool], ...] = ()
     has_relative_factor: bool = False
     replaces_fused_node: bool = False
+    roundings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, site: AttentionSite, mask: LiftedMask) -> SiteProblem:
@@ -79,6 +83,7 @@ class SiteProblem:
             relative_terms=tuple((t.role, t.index.text, t.heads, bool(t.table.shift)) for t in mask.relative_terms),
             has_relative_factor=mask.relative_factor is not None,
             replaces_fused_node=stands_for_fused(site),
+            roundings=_rounded_roles(site),
         )
 
     @property
@@ -110,4 +115,12 @@ class SiteProblem:
             # Earlier versions have no such problems.
             **({"relative_terms": [list(t) for t in self.relative_terms]} if self.relative_terms else {}),
             **({"relative_factor": True} if self.has_relative_factor else {}),
+            **({"roundings": list(self.roundings)} if self.roundings else {}),
         }
+
+
+def _rounded_roles(site: AttentionSite) -> tuple[str, ...]:
+    if site.roundings is None:
+        return ()
+    by_range = [WEIGHT_BY_RANGE] if site.roundings.is_weight_by_range else []
+    return (*site.roundings.operands, *by_range, *map(str, site.roundings.code_types))

@@ -52,7 +52,11 @@ class SiteFrame:
     def _lay_out_operands(self, layouts: Layouts) -> list[gs.Tensor]:
         editor, site, nodes = self.editor, self.site, self.nodes
         sources = (site.query, site.key, site.value)
-        tensors = [_in_layout(editor, nodes, o, site.dtype, n) for o, (n, _) in zip(sources, self._sizes, strict=False)]
+        types = (site.dtype,) * 3 if site.roundings is None else site.roundings.code_types
+        tensors = [
+            _in_layout(editor, nodes, o, dtype, n, codes=site.roundings is not None)
+            for o, (n, _), dtype in zip(sources, self._sizes, types, strict=False)
+        ]
         if site.query_factor is not None:
             query_layouts = (site.query.layout, Layout.BHSD)
             tensors[0] = _scale_query(
@@ -62,8 +66,10 @@ class SiteFrame:
                 _convert_layout(editor, nodes, tensors[0], site.dtype, query_layouts, self._sizes[0]),
             )
         return [
-            _convert_layout(editor, nodes, tensor, site.dtype, (layout, wanted), size)
-            for tensor, layout, wanted, size in zip(tensors, layouts_of(site), layouts, self._sizes, strict=False)
+            _convert_layout(editor, nodes, tensor, dtype, (layout, wanted), size)
+            for tensor, dtype, layout, wanted, size in zip(
+                tensors, types, layouts_of(site), layouts, self._sizes, strict=False
+            )
         ]
 
     def finish(self) -> None:
@@ -96,9 +102,13 @@ def scope_of(name: str) -> str:
     return name.rpartition("/")[0] or name
 
 
-def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int) -> gs.Tensor:
-    """The operand's tensor, reshaped and transposed to its layout where it differs."""
+def _in_layout(
+    editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: int, heads: int, *, codes: bool
+) -> gs.Tensor:
+    """The operand's tensor, or its codes, reshaped and transposed to its layout where it differs."""
     tensor: gs.Tensor = editor.tensors[operand.tensor]
+    if codes:
+        tensor = _codes_of(editor, nodes, tensor, dtype)
     if operand.joined:
         tensor = _merge_batch_axes(editor, nodes, tensor, dtype)
     if operand.grouped:
@@ -108,6 +118,18 @@ def _in_layout(editor: Editor, nodes: list[gs.Node], operand: Operand, dtype: in
         return tensor
     out = editor.variable(f"{operand.tensor}_transposed", dtype)
     nodes.append(editor.node("Transpose", out.name, [tensor], [out], perm=list(operand.perm)))
+    return out
+
+
+def _codes_of(editor: Editor, nodes: list[gs.Node], tensor: gs.Tensor, dtype: int) -> gs.Tensor:
+    """The codes of a tensor, which is DequantizeLinear of them with moves behind it: the codes are moved instead."""
+    writer = tensor.inputs[0]
+    if writer.op == "DequantizeLinear":
+        codes: gs.Tensor = writer.inputs[0]
+        return codes
+    moved = _codes_of(editor, nodes, writer.inputs[0], dtype)
+    out = editor.variable(f"{tensor.name}_codes", dtype)
+    nodes.append(editor.node(writer.op, out.name, [moved, *writer.inputs[1:]], [out], **writer.attrs))
     return out
 
 

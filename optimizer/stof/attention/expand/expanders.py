@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx
 
 from stof.attention.expand.contrib import expand_contrib_attention, expand_multi_head, refuse_decoder_masked
@@ -11,6 +13,8 @@ from stof.attention.expand.gqa import expand_group_query
 from stof.attention.expand.onnx_attention import expand_onnx_attention
 from stof.attention.expand.softmax_wrappers import unwrap_softmaxes
 from stof.attention.expand.working_copy import Expander, FusedNode, WorkingCopy, expand_nodes
+from stof.attention.quantized.core_form import with_cores
+from stof.attention.quantized.rounded_cores import find_rounded_forms
 from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
 from stof.graph.inline import inline, inline_all
@@ -34,11 +38,14 @@ _EXPANDERS: dict[tuple[str, str], Expander] = {
 }
 
 
-def make_working_copy(model: onnx.ModelProto) -> WorkingCopy:
+def make_working_copy(original: onnx.ModelProto) -> WorkingCopy:
     """Makes the working copy of a model."""
-    base = unwrap_softmaxes(inline(model, {("", "Softmax"), *_EXPANDERS}))
+    base = unwrap_softmaxes(inline(original, {("", "Softmax"), *_EXPANDERS}))
     inlined = inline_all(base)
-    return expand_nodes(model, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
+    expanded = expand_nodes(original, base, _EXPANDERS, None if inlined is base else Symbolic(inlined))
+    forms = find_rounded_forms(base)
+    model = with_cores(expanded.model, forms.cores) if forms.cores else expanded.model
+    return replace(expanded, model=model, rounded=forms)
 
 
 def make_subgraph_copy(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:

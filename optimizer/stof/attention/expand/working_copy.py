@@ -16,6 +16,7 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
+from stof.attention.quantized.core_form import NOTHING_ROUNDED, RoundedForms, with_cores
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, domain_of, node_tensors, opset_of
 from stof.graph.node_builder import Builder
@@ -166,6 +167,7 @@ class WorkingCopy:
     materialized: frozenset[str] = frozenset()  # outputs of expanded nodes: no site reads from behind them
     findings: tuple[Finding, ...] = ()  # the fused nodes that could not be expanded, with the reason
     inlined: Symbolic | None = None  # of the model with all functions inlined, where some are left
+    rounded: RoundedForms = NOTHING_ROUNDED  # quantized attention, which is in one form in ``model``
 
     def fused_nodes(self) -> dict[str, int]:
         """For each tensor that an expanded node's primitive nodes write, the index of the fused node."""
@@ -179,9 +181,11 @@ class WorkingCopy:
         """The base with those fused nodes expanded that hold one of the sites."""
         wanted = {s.softmax for s in sites}
         chosen = [e for e in self.expanded if e.softmax in wanted]
-        if len(chosen) == len(self.expanded):
+        cores = [c for c in self.rounded.cores if c.new_softmax in wanted]
+        if len(chosen) == len(self.expanded) and len(cores) == len(self.rounded.cores):
             return self.model
-        return _copy_with_expanded(self.base, chosen) if chosen else self.base
+        model = _copy_with_expanded(self.base, chosen) if chosen else self.base
+        return with_cores(model, cores) if cores else model
 
 
 def expand_nodes(

@@ -60,7 +60,30 @@ def _qlinear_conv(context: RuleContext) -> list[Fact] | None:
 
 def _qlinear_binary(context: RuleContext) -> list[Fact]:
     a, b = context.shape(0), context.shape(3)
-    return [Fact(context.fact(0).dtype, None if a is None or b is None else broadcast([a, b], context))]
+    return [
+        Fact(
+            context.fact(7).dtype or context.fact(0).dtype,
+            None if a is None or b is None else broadcast([a, b], context),
+        )
+    ]
+
+
+def _qlinear_where(context: RuleContext) -> list[Fact]:
+    shapes = [context.shape(i) for i in (0, 1, 4)]
+    known = [s for s in shapes if s is not None]
+    return [Fact(context.fact(1).dtype, broadcast(known, context) if len(known) == len(shapes) else None)]
+
+
+def _qlinear_concat(context: RuleContext) -> list[Fact] | None:
+    """QLinearConcat: scale and zero point of the result, then each part with its own."""
+    shapes = [context.shape(i) for i in range(2, len(context.node.input), 3)]
+    dtype = context.fact(1).dtype
+    if not shapes or shapes[0] is None or any(s is None or len(s) != len(shapes[0]) for s in shapes):
+        return [Fact(dtype)]
+    axis = context.number("axis", 0) % len(shapes[0])
+    known = [s for s in shapes if s is not None]
+    joined = sum((s[axis] for s in known[1:]), known[0][axis])
+    return [Fact(dtype, (*known[0][:axis], joined, *known[0][axis + 1 :]))]
 
 
 def _embed(context: RuleContext) -> list[Fact] | None:
@@ -90,6 +113,11 @@ CONTRIB: dict[str, Rule] = {
     "EmbedLayerNormalization": _embed,
     "MatMulIntegerToFloat": _matmul_scaled,
     "QLinearAdd": _qlinear_binary,
+    "QLinearConcat": _qlinear_concat,
+    "QLinearLeakyRelu": as_first,
     "QLinearMul": _qlinear_binary,
+    "QLinearSigmoid": as_first,
+    "QLinearSoftmax": as_first,
+    "QLinearWhere": _qlinear_where,
     "QuantizeLinear": _quantize,
 }

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from onnx import TensorProto
+
 from stof.symbolic.algebra.terms import Int, integer
 from stof.symbolic.facts import Fact, Rule, RuleContext
 from stof.symbolic.rules.fused_attention import paged_attention
@@ -31,6 +35,11 @@ def _attention(context: RuleContext) -> list[Fact] | None:
         "BSN": (query[0], rows, heads * width),
     }[layouts[3]]
     return [Fact(dtype, shape)]
+
+
+def _quantized_attention(context: RuleContext) -> list[Fact] | None:
+    found = _attention(context)
+    return found and [replace(found[0], dtype=int(TensorProto.FLOAT))]
 
 
 def _cached_attention(context: RuleContext) -> list[Fact] | None:
@@ -74,6 +83,7 @@ def _sparse_mlp(context: RuleContext) -> list[Fact] | None:
 
 RULES: dict[str, Rule] = {
     "StofAttention": _attention,
+    "StofQuantizedAttention": _quantized_attention,
     "StofCachedAttention": _cached_attention,
     "StofPagedAttention": paged_attention,
     "StofSparseMLP": _sparse_mlp,

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// What happens to the 64 bytes of a row and a tile: rounding to ranks, sums of exponentials, ranks of weights.
+#ifndef STOF_CPU_QUANTIZED_ATTENTION_BYTE_ROWS_H_
+#define STOF_CPU_QUANTIZED_ATTENTION_BYTE_ROWS_H_
+
+#include <cstdint>
+
+#include "cpu/quantized_attention/scratch.h"
+
+namespace stof {
+namespace cpu {
+namespace {
+
+// 1.5 * 2^23: adding it rounds a number below 2^22 to an integer, ties to even.
+constexpr float kRoundToInteger = 12582912.0f;
+
+#if defined(__AVX512VBMI__)
+// A table of 256 bytes in registers.
+struct ByteTable {
+  __m512i of[4];
+  explicit ByteTable(const uint8_t* table) {
+    for (int i = 0; i < 4; ++i) of[i] = _mm512_loadu_si512(table + 64 * i);
+  }
+  // high: the lanes of indices of 128 and more.
+  __m512i Look(__m512i index, __mmask64 high) const {
+    const __m512i low = _mm512_permutex2var_epi8(of[0], index, of[1]);
+    return _mm512_mask_blend_epi8(high, low, _mm512_permutex2var_epi8(of[2], index, of[3]));
+  }
+  __m512i Look(__m512i index) const { return Look(index, _mm512_movepi8_mask(index)); }
+};
+#endif
+
+#if defined(__AVX512BW__)
+// The ranks of 64 products.
+inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
+  const __m512 factor = _mm512_set1_ps(t.factor), most = _mm512_set1_ps(1e6f);
+  __m512i steps[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(products + 16 * i)), factor);
+    steps[i] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));  // far below 0 it is the least integer, as it should be
+  }
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(t.zero_rank));
+  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
+  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+}
+
+inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
+  __m512i rounded = RoundProducts(products, t);
+#if defined(__AVX512VBMI__)
+  if (!t.has_one_rounding) rounded = ByteTable(t.last).Look(rounded);
+  _mm512_storeu_si512(ranks, rounded);
+#else
+  _mm512_storeu_si512(ranks, rounded);
+  if (!t.has_one_rounding) {
+    for (int k = 0; k < kTileKeys; ++k) ranks[k] = t.last[ranks[k]];
+    rounded = _mm512_loadu_si512(ranks);
+  }
+#endif
+  const __m512i max = _mm512_loadu_si512(most);
+  _mm512_storeu_si512(most, _mm512_mask_max_epu8(max, allowed, max, rounded));
+}
+#else
+inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
+  const float low = static_cast<float>(-t.zero_rank), high = static_cast<float>(255 - t.zero_rank);
+  for (int k = 0; k < kTileKeys; ++k) {
+    float steps = static_cast<float>(products[k]) * t.factor;
+    steps = steps < low ? low : steps;
+    steps = steps > high ? high : steps;
+    const float rounded = (steps + kRoundToInteger) - kRoundToInteger;
+    ranks[k] = static_cast<uint8_t>(static_cast<int32_t>(rounded) + t.zero_rank);
+  }
+  if (!t.has_one_rounding) {
+    for (int k = 0; k < kTileKeys; ++k) ranks[k] = t.last[ranks[k]];
+  }
+  for (int k = 0; k < kTileKeys; ++k) {
+    const uint8_t rank = (allowed >> k & 1) != 0 ? ranks[k] : 0;
+    most[k] = rank > most[k] ? rank : most[k];
+  }
+}
+#endif
+
+// How many tiles a row visits, and where they lie: `codes` and `allowed` of the first one.
+struct RowTiles {
+  uint8_t* codes;
+  const uint64_t* allowed;
+  int64_t visited, m;
+  uint8_t* Codes(int64_t i) const { return codes + i * m * kTileKeys; }
+  uint64_t Allowed(int64_t i) const { return allowed[i * m]; }
+};
+
+// The sum of the exponentials of a row, times 2^31. most: its largest rank.
+inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t most) {
+#if defined(__AVX512VBMI__)
+  const ByteTable tables[4] = {ByteTable(t.exponent_bytes[0]), ByteTable(t.exponent_bytes[1]),
+                               ByteTable(t.exponent_bytes[2]), ByteTable(t.exponent_bytes[3])};
+  const __m512i none = _mm512_setzero_si512(), max = _mm512_set1_epi8(static_cast<char>(most));
+  __m512i sums[4] = {none, none, none, none};
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const uint64_t allowed = row.Allowed(i);
+    if (allowed == 0) continue;
+    const __m512i below = _mm512_sub_epi8(max, _mm512_loadu_si512(row.Codes(i)));
+    const __mmask64 high = _mm512_movepi8_mask(below);
+#pragma GCC unroll 4
+    for (int byte = 0; byte < 4; ++byte) {
+      const __m512i found = _mm512_maskz_mov_epi8(allowed, tables[byte].Look(below, high));
+      sums[byte] = _mm512_add_epi64(sums[byte], _mm512_sad_epu8(found, none));
+    }
+  }
+  uint64_t total = 0;
+  for (int byte = 0; byte < 4; ++byte)
+    total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sums[byte])) << (8 * byte);
+  return total;
+#else
+  uint64_t total = 0;
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const uint64_t allowed = row.Allowed(i);
+    if (allowed == 0) continue;
+    const uint8_t* const codes = row.Codes(i);
+    for (int k = 0; k < kTileKeys; ++k) total += t.exponents[(allowed >> k & 1) != 0 ? most - codes[k] : 256];
+  }
+  return total;
+#endif
+}
+
+// Replaces the ranks of a row's scores by those of its weights, by table [257] of the difference to the largest rank;
+// entry 256, and what stands for forbidden keys, is the rank of 0. Returns the sum of ranks, counted from it.
+inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t most) {
+  const uint8_t zero = table[256];
+  int64_t total = 0;
+#if defined(__AVX512VBMI__)
+  const ByteTable weights(table);
+  const __m512i max = _mm512_set1_epi8(static_cast<char>(most)), none = _mm512_set1_epi8(static_cast<char>(zero));
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const __m512i below = _mm512_sub_epi8(max, _mm512_loadu_si512(row.Codes(i)));
+    const __m512i found = _mm512_mask_mov_epi8(none, row.Allowed(i), weights.Look(below));
+    _mm512_storeu_si512(row.Codes(i), found);
+    sums = _mm512_add_epi64(sums, _mm512_sad_epu8(found, _mm512_setzero_si512()));
+  }
+  total = _mm512_reduce_add_epi64(sums);
+#else
+  for (int64_t i = 0; i < row.visited; ++i) {
+    uint8_t* const codes = row.Codes(i);
+    const uint64_t allowed = row.Allowed(i);
+    int32_t sum = 0;
+    for (int k = 0; k < kTileKeys; ++k) {
+      codes[k] = table[(allowed >> k & 1) != 0 ? most - codes[k] : 256];
+      sum += codes[k];
+    }
+    total += sum;
+  }
+#endif
+  return total - row.visited * kTileKeys * zero;
+}
+
+// Whether a weight of Int8::kRows rows has another rank than 0 has: [kRows, keys].
+inline bool HasWeights(const uint8_t* codes, uint8_t zero) {
+  constexpr int kBytes = Int8::kRows * kTileKeys;
+#if defined(__AVX512BW__)
+  __mmask64 any = 0;
+  const __m512i none = _mm512_set1_epi8(static_cast<char>(zero));
+  for (int i = 0; i < kBytes; i += 64) any |= _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(codes + i), none);
+  return any != 0;
+#else
+  const uint64_t zeros = 0x0101010101010101u * zero;
+  uint64_t any = 0;
+  for (int i = 0; i < kBytes; i += 8) {
+    uint64_t word;
+    std::memcpy(&word, codes + i, 8);
+    any |= word ^ zeros;
+  }
+  return any != 0;
+#endif
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_QUANTIZED_ATTENTION_BYTE_ROWS_H_

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weights of a tile row, rounded by the row's final maximum and sum, and their products with the values.
+#ifndef STOF_CPU_QUANTIZED_ATTENTION_WEIGHTS_H_
+#define STOF_CPU_QUANTIZED_ATTENTION_WEIGHTS_H_
+
+#include <cstdint>
+
+#include "cpu/quantized_attention/scores.h"
+
+namespace stof {
+namespace cpu {
+namespace {
+
+// What became of a row.
+enum class RowState : uint8_t { kWeighted, kEmpty, kNan };
+
+inline uint8_t MaxOfBytes(const uint8_t* bytes) {
+  uint8_t most = 0;
+  for (int k = 0; k < kTileKeys; ++k) most = bytes[k] > most ? bytes[k] : most;
+  return most;
+}
+
+// The sum of a row's exponentials, the largest of which is 1, and what shifts its scores; the exponentials of scores in
+// fp32 take the place of these. NaN where a score is; 0 of a row without an allowed key.
+struct RowSum {
+  double sum = 0.0;
+  uint8_t most = 0;  // the largest rank, where scores are ranks
+  RowState State() const { return sum > 0.0 ? RowState::kWeighted : sum != sum ? RowState::kNan : RowState::kEmpty; }
+  float LargestWeight() const { return sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0f; }
+};
+
+inline RowTiles TilesOfRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  return {s.codes + row * kTileKeys, s.allowed + row, visited, p.m};
+}
+
+inline RowSum SumRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  RowSum found;
+  found.most = MaxOfBytes(s.byte_max + row * kTileKeys);
+  const uint64_t sum = SumExponents(TilesOfRow(p, s, row, visited), *s.tables, found.most);
+  found.sum = static_cast<double>(sum) / 2147483648.0;
+  return found;
+}
+
+inline RowSum SumScores(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  RowSum found;
+  const float most = Simd::ReduceMax(Simd::Load(s.float_max + row * kWidth));
+  // Of a row without a finite score only NaN counts.
+  const V shift = Simd::Set1(most == -__builtin_inff() ? 0.0f : most);
+  for (int64_t i = 0; i < visited; ++i) {
+    if (s.allowed[i * p.m + row] == 0) continue;
+    float* const x = s.scores + (i * p.m + row) * kTileKeys;
+    V sums = Simd::Set1(0.0f);
+    for (int k = 0; k < kTileKeys; k += kWidth) {
+      const V exponential = ExpOfScore(Simd::Sub(Simd::Load(x + k), shift));
+      Simd::Store(x + k, exponential);
+      sums = Simd::Add(sums, exponential);
+    }
+    found.sum += double{Simd::ReduceAdd(sums)};
+  }
+  return found;
+}
+
+inline RowSum SumRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  return p.keeps_codes ? SumRanks(p, s, row, visited) : SumScores(p, s, row, visited);
+}
+
+// What exponentials are multiplied by to become steps of the weight's rounding.
+inline float StepsOfWeight(const QuantizedProblem& p, const RowSum& row) {
+  return row.State() == RowState::kWeighted ? Finite(1.0 / (row.sum * double{p.args->weight.scale})) : 0.0f;
+}
+
+// Ranks of weights from ranks of scores.
+inline void RoundRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
+                       const RowSum& found) {
+  const Quantization& weight = p.args->weight;
+  const float factor = StepsOfWeight(p, found);
+  uint8_t table[257];
+  for (int i = 0; i < 256; ++i) table[i] = RankOf(s.tables->weights[i] * factor, weight);
+  table[256] = static_cast<uint8_t>(weight.zero_rank());
+  s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, found.most);
+}
+
+// Ranks of weights from exponentials.
+inline void RoundWeights(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
+                         const RowSum& found) {
+  const int32_t zero = p.args->weight.zero_rank();
+  const float factor = StepsOfWeight(p, found), high = static_cast<float>(255 - zero);
+  const bool is_weighted = found.State() == RowState::kWeighted;
+  int64_t total = 0;
+  for (int64_t i = 0; i < visited; ++i) {
+    uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
+    if (s.allowed[i * p.m + row] == 0 || !is_weighted) {
+      Fill(codes, codes + kTileKeys, static_cast<uint8_t>(zero));
+      continue;
+    }
+    const float* const x = s.scores + (i * p.m + row) * kTileKeys;
+    int32_t added = 0;
+    for (int k = 0; k < kTileKeys; ++k) {
+      const float steps = x[k] * factor;
+      const float rounded = ((steps > high ? high : steps) + kRoundToInteger) - kRoundToInteger;
+      const int32_t rank = static_cast<int32_t>(rounded) + zero;
+      codes[k] = static_cast<uint8_t>(rank);
+      added += rank - zero;
+    }
+    total += added;
+  }
+  s.weight_sums[row] = total;
+}
+
+inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+  const RowSum found = SumRow(p, s, row, visited);
+  p.keeps_codes ? RoundRanks(p, s, row, visited, found) : RoundWeights(p, s, row, visited, found);
+  return found.State();
+}
+
+// The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in
+// units of the scales of weights and values.
+template <int kVectors>
+void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head, int64_t row, int64_t column,
+                    int64_t visited) {
+  constexpr int kColumns = kVectors * Int8::kLanes;
+  const int64_t stride = 4 * p.dv_padded;
+  const Quantization& weight = p.args->weight;
+  const auto zero = static_cast<uint8_t>(weight.zero_rank());
+  const int32_t value_zero = SignedZero(p.args->value);
+  alignas(64) int32_t terms[kColumns], sums[kColumns];
+  Fill(s.sums, s.sums + Int8::kRows * kColumns, 0.0f);
+  for (int64_t begin = 0; begin < visited; begin += kExactKeys / kTileKeys) {
+    const int64_t end = Min(visited, begin + kExactKeys / kTileKeys);
+    SumBlock<kVectors> block;
+#pragma GCC unroll 6
+    for (int r = 0; r < Int8::kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) block.of[r][v] = Int8::Set1(0);
+    }
+    Fill(terms, terms + kColumns, 0);
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
+      if (!HasWeights(codes, zero)) continue;
+      const int64_t tile = head * p.key_tiles + s.tiles[i];
+      AddProducts<kVectors>(codes, kTileKeys, p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride,
+                            kTileKeys / 4, &block);
+      if (zero == 0) continue;
+      const int32_t* const values = p.value_sums + tile * p.dv_padded + column;
+      for (int c = 0; c < kColumns; ++c) terms[c] -= zero * values[c];
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < Int8::kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) Int8::Store(sums + v * Int8::kLanes, block.of[r][v]);
+      for (int c = 0; c < kColumns; ++c) s.sums[r * kColumns + c] += static_cast<float>(sums[c] + terms[c]);
+    }
+  }
+  for (int r = 0; r < Int8::kRows && value_zero != 0; ++r) {
+    const auto moved = static_cast<float>(s.weight_sums[row + r] * value_zero);
+    for (int c = 0; c < kColumns; ++c) s.sums[r * kColumns + c] -= moved;
+  }
+}
+
+using MultiplyFunction = void (*)(const QuantizedProblem&, const RowScratch&, int64_t, int64_t, int64_t, int64_t);
+inline MultiplyFunction MultiplyOf(int64_t vectors) {
+  static constexpr MultiplyFunction kOf[] = {
+      MultiplyValues<1>,
+      MultiplyValues<2>,
+#if defined(__AVX512VNNI__)
+      MultiplyValues<3>,
+      MultiplyValues<4>,
+#endif
+  };
+  return kOf[vectors - 1];
+}
+
+inline float* OutputRow(const QuantizedProblem& p, const TileRows& rows, int64_t row) {
+  const AttentionOutput& output = p.args->attention.output;
+  return static_cast<float*>(output.data) + rows.b * output.stride.b + rows.h * output.stride.h +
+         (rows.first + row) * output.stride.s;
+}
+
+inline void WriteOutputs(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited,
+                         const RowState* states) {
+  const int64_t Dv = p.args->attention.shape.Dv, head = rows.b * p.args->attention.shape.G + rows.g;
+  const float unit = Finite(double{p.args->weight.scale} * double{p.args->value.scale});
+  for (int64_t row = 0; row < rows.count; row += Int8::kRows) {
+    for (int64_t column = 0; column < Dv; column += Int8::kVectors * Int8::kLanes) {
+      const int64_t vectors = Min(Int8::kVectors, (p.dv_padded - column) / Int8::kLanes);
+      MultiplyOf(vectors)(p, s, head, row, column, visited);
+      const int64_t count = Min(vectors * Int8::kLanes, Dv - column);
+      for (int64_t r = 0; r < Min(Int8::kRows, rows.count - row); ++r) {
+        if (states[row + r] != RowState::kWeighted) continue;
+        float* const to = OutputRow(p, rows, row + r) + column;
+        const float* const from = s.sums + r * vectors * Int8::kLanes;
+        for (int64_t c = 0; c < count; ++c) to[c] = from[c] * unit;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_QUANTIZED_ATTENTION_WEIGHTS_H_
