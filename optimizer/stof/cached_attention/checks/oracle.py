@@ -188,7 +188,8 @@ def _attend(
     # Heads of one group lie beside each other.
     grouped = query.reshape(len(keys), -1, size)
     scale = dtype(step.scale or 1.0 / np.sqrt(size))
-    scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
+    narrow = np.asarray if step.precision is None else step.precision.round
+    scores = np.matmul(narrow(grouped), narrow(keys).swapaxes(1, 2)).reshape(heads, queries, -1) * scale
     if step.softcap:
         scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
     if step.bias is not None:
@@ -203,7 +204,7 @@ def _attend(
         pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns, **run) for h in range(heads)])
     scores = np.where(pairs, scores, -np.inf)
     weights = _weights(scores, step, dtype).reshape(len(keys), -1, keys.shape[1])
-    attended: np.ndarray = np.matmul(weights, values).reshape(heads, queries, size)
+    attended: np.ndarray = np.matmul(weights, narrow(values)).reshape(heads, queries, size)
     return attended
 
 
@@ -222,7 +223,7 @@ def _find_allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) ->
 
 
 def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]]) -> np.ndarray:
-    """The softmax of scores [H, S, T]; rows without an allowed key are 0."""
+    """The softmax of scores [H, S, T]; rows without an allowed key are 0. A row is divided by the sum of unrounded weights."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     sink = None if step.sink is None else step.sink.astype(dtype).reshape(-1, 1, 1)
     if sink is not None:
@@ -232,6 +233,8 @@ def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]])
     total = weights.sum(-1, keepdims=True)
     if sink is not None:
         total = total + np.exp(sink - top)
+    if step.precision is not None:
+        weights = step.precision.round(weights)
     return np.asarray(weights / np.where(total > 0, total, dtype(1)))
 
 
