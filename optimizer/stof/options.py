@@ -49,6 +49,8 @@ class OptionArguments(TypedDict, total=False):
     emit: str
     capability: int
     allow_tf32: bool
+    allow_bf16: bool
+    max_error: float
     json: PathLike | None
     report: PathLike | None
     time: bool
@@ -91,6 +93,8 @@ class Options:
             library, on target "cpu".
         capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
+        allow_bf16: attention may compute its matmuls in bf16 with sums in fp32, on CPUs with instructions for it; outputs change.
+        max_error: the largest relative RMS error of an attention, against fp64, with which it takes that.
         json: a file for the report as JSON; "-": standard output.
         report: a file for the report as an HTML page for people.
         time: time the original and the result in ONNX Runtime, once the result is written.
@@ -111,10 +115,10 @@ class Options:
             change.
         sparse_mlp: calibration prompts and how neurons are selected, such as "prompts.npz,kind=svd,active=0.3"; outputs
             change.
-        prompts: token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured.
+        prompts: token ids or texts on which the loss of ``sparsify``, ``sparse_mlp`` and ``allow_bf16`` is measured.
         max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
         min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model with
-            skip-scores or choose-blocks is written.
+            skip-scores, choose-blocks or ``allow_bf16`` is written.
         force: write the model beyond both, too.
         ignore_empty_rows: fully masked rows may give another result than in the original.
         chains: "on", "off" or "auto": whether operators are fused; "auto": where a gain was measured on this device, or is
@@ -139,6 +143,8 @@ class Options:
     emit: str = STOF.name
     capability: int = 0
     allow_tf32: bool = False
+    allow_bf16: bool = False
+    max_error: float = 0.01
     json: Path | None = None
     report: Path | None = None
     time: bool = False
@@ -187,6 +193,11 @@ class Options:
                 "unpad_capacity is for batches without padding, and unpad is 'off'; leave one of them out"
             )
 
+        if self.allow_bf16 and self.tuned_for is not CPU:
+            raise ArgumentError(
+                f"allow_bf16 is for target {CPU.name!r}, not {self.target!r}: its kernels compute in the model's own type, or in "
+                "TF32 with allow_tf32 on CUDA; leave it out, or convert the model to bf16"
+            )
         if not self.emission.needs_library:
             self._check_standard()
 
@@ -195,6 +206,7 @@ class Options:
         needs = {
             "sparsify": bool(self.sparsify),
             "sparse_mlp": bool(self.sparse_mlp),
+            "allow_bf16": self.allow_bf16,
             "tune": bool(self.tune),
             "chains 'on'": self.chains == "on",
             "unpad 'on'": self.unpad == "on",
@@ -237,7 +249,17 @@ def _check_masks(name: str, value: object) -> dict[str, str]:
 _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("output", "json", "report", "prompts", "plan", "save_plan"), or_none(check_path)),
     **dict.fromkeys(
-        ("allow_tf32", "time", "dry_run", "verify", "force", "ignore_empty_rows", "products", "ignore_measurements"),
+        (
+            "allow_tf32",
+            "allow_bf16",
+            "time",
+            "dry_run",
+            "verify",
+            "force",
+            "ignore_empty_rows",
+            "products",
+            "ignore_measurements",
+        ),
         check_flag,
     ),
     **dict.fromkeys(("sparsify", "sparse_mlp"), check_text),
@@ -251,6 +273,7 @@ _CHECKS: dict[str, Check] = {
     "unpad_capacity": _check_capacity,
     "explain": or_none(check_text),
     "max_kl": check_number,
+    "max_error": check_number,
     "min_cosine": check_share,
     "shapes": _check_shapes,
     "masks": _check_masks,

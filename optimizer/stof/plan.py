@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stof.arguments.emissions import EMISSIONS, STOF, Emission
+from stof.arguments.precisions import PRECISIONS, Precision
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
@@ -21,6 +22,7 @@ from stof.targets import CPU, TARGETS, Target
 FORMAT = "stof-plan"
 VERSION = 1
 _CLAUSES = "threshold_clauses"
+_PRECISION = "attention_precision"
 
 
 class PlanEntry(Protocol):
@@ -70,6 +72,8 @@ class Plan:
     sparsity: str = ""  # digest of the patterns of --sparsify
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
     threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
+    # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 decides.
+    attention_precision: Mapping[str, Precision] | None = None
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -82,6 +86,8 @@ class Plan:
         data |= {"sparsity": self.sparsity} if self.sparsity else {}
         data |= {_CLAUSES: list(self.threshold_clauses)} if self.threshold_clauses else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
+        if self.attention_precision is not None:
+            data[_PRECISION] = {name: precision.name for name, precision in self.attention_precision.items()}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
@@ -123,7 +129,17 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
         where,
         "",
         data,
-        {"format", "version", "target", "emit", "sparsity", _CLAUSES, *(kind.plan_key for kind in KINDS), *formats},
+        {
+            "format",
+            "version",
+            "target",
+            "emit",
+            "sparsity",
+            _CLAUSES,
+            _PRECISION,
+            *(kind.plan_key for kind in KINDS),
+            *formats,
+        },
     )
     target = TARGETS[fields.text("target", CPU.name, tuple(TARGETS))]
     emission = EMISSIONS[fields.text("emit", STOF.name, tuple(EMISSIONS))]
@@ -144,7 +160,8 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     clauses = fields.take(_CLAUSES, list, [])
     if any(not isinstance(clause, str) for clause in clauses):
         raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
-    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds, tuple(clauses))
+    precisions = _read_precisions(fields)
+    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds, tuple(clauses), precisions)
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
@@ -158,6 +175,19 @@ def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
             )
         thresholds[name] = float(value)
     return thresholds
+
+
+def _read_precisions(fields: Fields) -> dict[str, Precision] | None:
+    """The precisions of attentions, by the names of their operators; None: the plan does not decide about them."""
+    if _PRECISION not in fields.data:
+        return None
+    precisions: dict[str, Precision] = {}
+    for name, value in fields.take(_PRECISION, dict, None).items():
+        if not isinstance(value, str) or value not in PRECISIONS:
+            names = " or ".join(quoted(known) for known in PRECISIONS)
+            raise ArgumentError(f"{fields.where} has {_PRECISION}[{name!r}] {quoted(value)}, expected {names}")
+        precisions[name] = PRECISIONS[value]
+    return precisions
 
 
 class Fields:

@@ -16,6 +16,7 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 from stof.verification.describe import describe_verification
 
 if TYPE_CHECKING:
+    from stof.attention_precision.report import PrecisionReport
     from stof.memory.memory_report import MemoryReport
     from stof.prompts.loss import PromptLoss
     from stof.run_facts.facts import RunFacts
@@ -253,6 +254,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what this installation lacks for the target
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
+    attention_precision: PrecisionReport | None = None  # what --allow-bf16 did
     emit: str = STOF.name  # what operators are written
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made
@@ -324,6 +326,8 @@ class Report:
         opsets = self.converted_opset
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
+        precision = self.attention_precision
+        data["attention_precision"] = None if precision is None else precision.to_json()
         data["memory"] = None if self.memory is None else self.memory.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
         data["run"] = None if self.facts is None else self.facts.to_json()
@@ -350,6 +354,7 @@ class Report:
         lines = [f"{self.model}: {self._headline()}"]
         lines += [line for s in sections for line in s.lines()]
         lines += self.sparsity.lines() if self.sparsity is not None else []
+        lines += self.attention_precision.lines() if self.attention_precision is not None else []
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
@@ -390,6 +395,7 @@ class Report:
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
+        loss += [] if self.attention_precision is None else self.attention_precision.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
         return "; ".join([self._headline(), self._verdict(), *loss])
 
@@ -408,10 +414,10 @@ class Report:
         return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
-        sparsity = [] if self.sparsity is None else [self.sparsity.headline]
+        changes = [part.headline for part in (self.sparsity, self.attention_precision) if part is not None]
         # What changes outputs comes first.
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
-        return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
+        return ", ".join(h for h in (*changes, *(s.headline(self.dry_run) for s in sections)) if h)
 
     @property
     def nothing_to_do(self) -> str:

@@ -28,3 +28,24 @@ def chooses_pages(op: str, target: str) -> bool:
 def _states(op: str, target: str, limit: str) -> bool:
     """Whether the library states a limit of an operator's kernels as true."""
     return bool(op_limits().get(op, {}).get("targets", {}).get(target, {}).get(limit, False))
+
+
+def takes_attribute(op: str, attribute: str) -> bool:
+    """Whether an attention operator knows an attribute.
+
+    Raises:
+        LibraryError: as of ``leaves_out``.
+    """
+    return attribute in op_limits().get(op, {}).get("attributes", ())
+
+
+def kernel_in_precision(op: str, attribute: str) -> str:
+    """The instructions by which this machine's CPU computes an operator with an attribute of ``stof.arguments.precisions``.
+
+    Empty: it has none, and computes as without the attribute.
+
+    Raises:
+        LibraryError: as of ``leaves_out``.
+    """
+    kernels = op_limits().get(op, {}).get("targets", {}).get("cpu", {}).get("kernels", {})
+    return str(kernels.get(attribute, ""))

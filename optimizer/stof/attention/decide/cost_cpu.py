@@ -25,6 +25,12 @@ _PASSES_CACHED = 2.0
 _PASSES = 6.0
 _CACHE_SCORES = 512 * 512
 _TILE = (48, 64)  # query rows × keys
+# What products of several queries cost in fp32, and the softmax of a score, in FMAs; the sum is what _OWN_RATE states at D = 64.
+# In reduced precision weights are rounded as well. By instructions: how many FMAs they do in the time of one.
+_PRODUCT_RATE, _SOFTMAX, _ROUNDING = 0.9, 36.0, 8.0
+_RATES_IN_PRECISION = {"amx_bf16": 8.0, "avx512_bf16": 2.0, "neon_bf16": 2.0}
+_LEAST_RATE = 2.0  # of instructions that are not in the list
+_BLOCK = 32  # head sizes are padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,19 @@ def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     runtime_work = work + 4.0 * products * problem.head_size
     runtime_time = runtime_work / 2 / _DENSE_RATE + (1 + products) * passes * _PASS
     return GainEstimate(length, density, runtime_time / operator_time)
+
+
+def estimate_precision_gain(head_size: int, kernel: str) -> float:
+    """The time of the operator in fp32 over that in reduced precision, where runs have many queries.
+
+    Args:
+        head_size: of queries and values.
+        kernel: the instructions, as the library names them.
+    """
+    padded = -(-head_size // _BLOCK) * _BLOCK
+    rate = _PRODUCT_RATE * _RATES_IN_PRECISION.get(kernel, _LEAST_RATE)
+    whole = 2.0 * head_size / _PRODUCT_RATE + _SOFTMAX
+    return whole / ((padded + head_size) / rate + _SOFTMAX + _ROUNDING)
 
 
 def refusals(problem: SiteProblem) -> list[str]:
