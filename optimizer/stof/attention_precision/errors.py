@@ -110,12 +110,12 @@ def _compare(
 
 def _layers_of_sites(emitted: onnx.ModelProto, checks: SiteChecks, names: Collection[str]) -> dict[str, str]:
     """The name of each site's operator in the model, by the site."""
-    layers = {id(node): name for name, nodes in nodes_by_layer(emitted).items() for node in nodes}
+    layers = {node.output[0]: name for name, nodes in nodes_by_layer(emitted).items() for node in nodes}
     writers = {o: n for n in emitted.graph.node for o in n.output if o}
     found: dict[str, str] = {}
     for site, outputs in checks.outputs().items():
         node = _find_operator(writers, outputs[0])
-        name = "" if node is None else layers.get(id(node), "")
+        name = "" if node is None else layers.get(node.output[0], "")
         if name in names:
             found[site] = name
     return found
