@@ -16,10 +16,10 @@ from stof.selection import EVERY_ATTENTION, CandidateNames, owner_of
 from stof.verification.describe import describe_verification
 
 if TYPE_CHECKING:
-    from stof.attention_precision.report import PrecisionReport
     from stof.memory.memory_report import MemoryReport
     from stof.prompts.loss import PromptLoss
     from stof.run_facts.facts import RunFacts
+    from stof.sparsify.precision_report import PrecisionReport
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
     from stof.verification.model_times import ModelTimes

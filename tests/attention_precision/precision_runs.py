@@ -31,7 +31,9 @@ def _has_kernel() -> bool:
 
 
 HAS_KERNEL = _has_kernel()
-REAL = pytest.mark.skipif(not HAS_KERNEL, reason="this machine has no bf16 instructions, or the library no kernel of them")
+REAL = pytest.mark.skipif(
+    not HAS_KERNEL, reason="this machine has no bf16 instructions, or the library no kernel of them"
+)
 
 
 def simulate_attribute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,11 @@ def test_a_plan_without_precisions_leaves_the_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("precisions", "message"),
     [
-        ({"none/StofAttention": "bf16"}, "the plan computes 'none/StofAttention' in bf16, and the optimized model has no"),
-        ({"none/StofAttention": "fp4"}, "has attention_precision['none/StofAttention'] \"fp4\", expected \"bf16\""),
+        (
+            {"none/StofAttention": "bf16"},
+            "the plan computes 'none/StofAttention' in bf16, and the optimized model has no",
+        ),
+        ({"none/StofAttention": "fp4"}, 'has attention_precision[\'none/StofAttention\'] "fp4", expected "bf16"'),
         (["bf16"], "has attention_precision"),
     ],
 )
@@ -254,7 +257,9 @@ def test_refusals(options: list[str], message: str, tmp_path: Path, capsys: pyte
 def test_prompts_need_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = skip_models.encoder(tmp_path / "model.onnx")
     assert run(tmp_path, model, "--allow-bf16", "--no-verify", *prompts_of(tmp_path))[0] == 1
-    assert "needs a model with output 'logits', which this one has not; --inputs FILE measures" in capsys.readouterr().err
+    assert (
+        "needs a model with output 'logits', which this one has not; --inputs FILE measures" in capsys.readouterr().err
+    )
 
 
 def test_a_library_without_the_attribute(

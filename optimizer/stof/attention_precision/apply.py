@@ -14,7 +14,6 @@ import onnx
 from stof.arguments.precisions import BF16, Precision
 from stof.attention_precision.errors import SiteError, measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
-from stof.attention_precision.report import PrecisionReport, PrecisionRow
 from stof.cached_attention.report import KEY as CACHES
 from stof.errors import ArgumentError
 from stof.execution.given_inputs import GivenFeed
@@ -22,6 +21,7 @@ from stof.op_rewrite import Job
 from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
+from stof.sparsify.precision_report import PrecisionReport, PrecisionRow
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
