@@ -233,7 +233,7 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
     if plan.attention_precision and not options.allow_bf16:
         name, precision = next(iter(plan.attention_precision.items()))
         raise ArgumentError(
-            f"the plan computes {len(plan.attention_precision)} attentions in {precision.name}, {name!r} for instance, and "
+            f"the plan computes attention in {precision.name}, that of {name!r} for instance, and "
             f"{precision.option} is not given; give it, or take attention_precision out of the plan"
         )
 

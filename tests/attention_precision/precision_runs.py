@@ -19,7 +19,7 @@ from stof.runtime.library import LibraryError
 from stof.runtime.limits import kernel_in_precision, takes_attribute
 from stof.thresholds.layers import OPS
 
-for folder in ("sparsify", "cached_attention", "paged_attention"):
+for folder in ("sparsify", "cached_attention", "paged_attention", "unpadding", "graph"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 
 
