@@ -152,6 +152,34 @@ def test_decoders_with_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--allow-bf16 changes outputs too much: KL divergence" in capsys.readouterr().err
 
 
+def test_long_prompts_count_with_their_first_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many as there is memory for, in errors alone: the loss is that of all tokens."""
+    from stof.attention_precision import errors
+
+    path = test_prompts.decoder(tmp_path, strength=0.1)
+    options = ["--allow-bf16", "--no-verify", *prompts_of(tmp_path)]
+    monkeypatch.setattr(errors, "_MOST_TOKENS", 200)
+    _, _, report = run(tmp_path, path, *options)
+    assert report["attention_precision"]["measured_on"].startswith("the first 200 tokens of 2 prompts of --prompts ")
+    assert report["attention_precision"]["loss"]["tokens"] == 600
+    monkeypatch.setattr(errors, "_MOST_BYTES", 1)
+    _, _, report = run(tmp_path, path, *options)
+    assert "on the first 128 tokens of 2 prompts" in capsys.readouterr().out
+    assert 0 < report["attention_precision"]["layers"][0]["relative_rms"] < 0.01
+
+
+def test_models_of_a_fixed_length(tmp_path: Path) -> None:
+    """Whose prompts cannot be shortened."""
+    path = test_prompts.decoder(tmp_path, strength=0.1, fixed=300)
+    status, _, report = run(tmp_path, path, "--allow-bf16", "--no-verify", *prompts_of(tmp_path))
+    assert status == 0
+    found = report["attention_precision"]
+    assert found["measured_on"].startswith("2 prompts of")
+    assert found["layers"][0]["relative_rms"] > 0
+
+
 def test_beside_a_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One loss of both, which the message of the gate names together."""
     path = test_prompts.decoder(tmp_path)

@@ -14,7 +14,6 @@ import onnx
 from stof.arguments.precisions import BF16, Precision
 from stof.attention_precision.errors import SiteError, measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
-from stof.cached_attention.report import KEY as CACHES
 from stof.errors import ArgumentError
 from stof.execution.given_inputs import GivenFeed
 from stof.op_rewrite import Job
@@ -31,7 +30,6 @@ Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the 
 
 _MOST_SETS = 4  # whose errors are measured: the longest
 _MOST_DRAWN = 2
-_MOST_TOKENS = 1024  # of a prompt whose errors are measured over KV caches: fp64 takes all scores at once there
 
 
 def allowed_precision(options: Options) -> Precision | None:
@@ -124,19 +122,21 @@ def _measure_errors(
 ) -> None:
     """Gives rows their errors; those whose error is too large keep full precision, unless a plan decides."""
     some = sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
-    if sets.prompts and any(s.op.key == CACHES and s.decided.has_replaced for s in stages):
-        sets = replace(sets, prompts=tuple(ids[:_MOST_TOKENS] for ids in sets.prompts))
     try:
-        errors = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
+        measured = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
     except ArgumentError as error:
         if not is_drawn:
             raise
         found.warnings.append(f"errors are not measured: {error}")
         return
     found.measured_on = sets.describe(some)
+    if measured.tokens:
+        found.measured_on = f"the first {measured.tokens} tokens of {found.measured_on}"
     is_planned = job.plan is not None and job.plan.attention_precision is not None
     found.rows = [
-        _judge(row, errors.get(row.node, SiteError()), found.max_error, is_planned=is_planned) if row.reduced else row
+        _judge(row, measured.sites.get(row.node, SiteError()), found.max_error, is_planned=is_planned)
+        if row.reduced
+        else row
         for row in found.rows
     ]
     unknown = sum(row.reduced and row.relative_rms is None for row in found.rows)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,9 @@ from onnx import helper
 
 from stof.arguments.precisions import Precision
 from stof.attention_precision.layers import put_precision
+from stof.cached_attention.report import KEY as CACHES
 from stof.errors import ArgumentError, VerifyError
+from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
@@ -22,6 +24,7 @@ from stof.files import temporary_folder
 from stof.graph.index import DOMAIN
 from stof.op_parts import collect_typed_attributes
 from stof.op_rewrite import Job
+from stof.prompt_runs.feeds import make_prompt_feed
 from stof.prompt_runs.limits import prompt_limits
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.layers import OPS, nodes_by_layer
@@ -29,6 +32,9 @@ from stof.thresholds.measured_sets import MeasuredSets
 from stof.verification.site_checks import SiteChecks
 from stof.verification.verified_models import find_half_constants
 
+_PROBED = 128  # tokens of a prompt, by which the bytes of a longer one are known
+_MOST_BYTES = 1 << 31  # of tensors at sites that one run gives
+_MOST_TOKENS = 1024  # over KV caches: fp64 takes all scores at once there
 _STEPS_BACK = 6  # from a site's output to its operator: conversions of its layout, and the choice among its rows
 
 
@@ -50,6 +56,19 @@ class SiteError:
         return SiteError(max(errors, default=None), self.fault or other.fault)
 
 
+@dataclass(frozen=True)
+class MeasuredErrors:
+    """What was measured of all attentions.
+
+    Attributes:
+        sites: by the names of operators, of those that lie in the main graph.
+        tokens: how many of each prompt count, at most; 0: all of each set.
+    """
+
+    sites: Mapping[str, SiteError]
+    tokens: int = 0
+
+
 def measure_errors(
     job: Job,
     stages: Sequence[Stage],
@@ -58,10 +77,11 @@ def measure_errors(
     sets: MeasuredSets,
     some: Sequence[int],
     folder: Path,
-) -> dict[str, SiteError]:
-    """The errors of attentions by the names of their operators, of those that lie in the main graph.
+) -> MeasuredErrors:
+    """The errors of attentions.
 
-    Every operator computes, in the precision, what the original's nodes compute before it: errors do not add up.
+    Every operator computes, in the precision, what the original's nodes compute before it: errors do not add up. Of long prompts
+    the first tokens count, as many as there is memory for.
 
     Args:
         job: the optimization.
@@ -77,6 +97,8 @@ def measure_errors(
         VerifyError: when memory does not suffice.
     """
     errors: dict[str, SiteError] = {}
+    longest = max(map(len, sets.prompts), default=0)
+    maker = find_model_inputs(job, stages).maker
     try:
         with temporary_folder(folder) as scratch:
             sessions = Sessions(job.source.parent.resolve(), scratch, prompt_limits(job.options.verify_memory))
@@ -88,7 +110,9 @@ def measure_errors(
                 layers = _layers_of_sites(emitted, checks, names)
                 if layers:
                     capture = _Capture(sessions, checks, stages, scratch)
-                    for feed in sets.feeds(find_model_inputs(job, stages).maker, some):
+                    if sets.prompts:
+                        sets = _shorten_prompts(sets, capture, maker, has_caches=stage.op.key == CACHES)
+                    for feed in sets.feeds(maker, some):
                         for name, error in _compare(checks, emitted, layers, capture.run(feed())):
                             errors[name] = errors.get(name, SiteError()).join(error)
     except RuntimeFailure as error:
@@ -97,7 +121,21 @@ def measure_errors(
         raise VerifyError(f"the errors of attentions in {precision.name} could not be measured: {error}") from error
     finally:
         release_sessions()
-    return errors
+    measured = max(map(len, sets.prompts), default=0)
+    return MeasuredErrors(errors, measured if measured < longest else 0)
+
+
+def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *, has_caches: bool) -> MeasuredSets:
+    """The prompts with as many tokens as may run at once, by the bytes that a short one takes."""
+    ids = max(sets.prompts, key=len)[:_PROBED]
+    try:
+        feed = make_prompt_feed(maker, ids)
+    except ArgumentError:  # the model has a fixed length, which its prompts have
+        return sets
+    taken = sum(array.nbytes for array in capture.run(feed).values())
+    limit = max(len(ids), _MOST_BYTES * len(ids) // max(taken, 1))
+    limit = min(limit, _MOST_TOKENS) if has_caches else limit
+    return replace(sets, prompts=tuple(ids[:limit] for ids in sets.prompts))
 
 
 def _compare(
