@@ -9,6 +9,8 @@
 #define STOF_HAS_AVX512 \
   STOF_HAS_X86("avx512f") && STOF_HAS_X86("avx512bw") && STOF_HAS_X86("avx512dq") && STOF_HAS_X86("avx512vl")
 #define STOF_HAS_AVX512_VNNI STOF_HAS_X86("avx512vnni") && STOF_HAS_AVX512
+#define STOF_HAS_AVX512_BF16 STOF_HAS_X86("avx512bf16") && STOF_HAS_AVX512_VNNI
+#define STOF_HAS_AMX_BF16 STOF_HAS_X86("amx-tile") && STOF_HAS_X86("amx-bf16") && STOF_HAS_AVX512_BF16
 #define STOF_HAS_NEON STOF_HAS_ARM("neon")
 #define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM("dotprod")
 
@@ -21,6 +23,8 @@
   ISA(kAvx2, avx2, STOF_HAS_AVX2)                     \
   ISA(kAvx512, avx512, STOF_HAS_AVX512)               \
   ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI) \
+  ISA(kAvx512Bf16, avx512_bf16, STOF_HAS_AVX512_BF16) \
+  ISA(kAmxBf16, amx_bf16, STOF_HAS_AMX_BF16)          \
   ISA(kNeon, neon, STOF_HAS_NEON)                     \
   ISA(kNeonDotprod, neon_dotprod, STOF_HAS_NEON_DOTPROD)
 

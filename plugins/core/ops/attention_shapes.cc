@@ -169,6 +169,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   args->scores.block_threshold = attributes.block_threshold;
   args->mask.empty_rows = attributes.empty_rows;
   args->allow_tf32 = attributes.allow_tf32;
+  args->allow_bf16 = attributes.allow_bf16;
   args->kernel = attributes.kernel.c_str();
   return Status();
 }
