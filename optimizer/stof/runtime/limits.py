@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
-from stof.runtime.library import op_limits
+from stof.runtime.library import build_info, op_limits
 
 
 def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
@@ -47,5 +47,5 @@ def kernel_in_precision(op: str, attribute: str) -> str:
     Raises:
         LibraryError: as of ``leaves_out``.
     """
-    kernels = op_limits().get(op, {}).get("targets", {}).get("cpu", {}).get("kernels", {})
-    return str(kernels.get(attribute, ""))
+    isa = str(build_info().get("cpu_isa", ""))
+    return isa if takes_attribute(op, attribute) and isa.endswith("bf16") else ""
