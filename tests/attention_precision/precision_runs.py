@@ -38,7 +38,7 @@ REAL = pytest.mark.skipif(
 
 def simulate_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators that know the attribute. Those of a library without it ignore it, as a machine without instructions does."""
-    if not takes_attribute("StofAttention", BF16.attribute):
+    if not all(takes_attribute(op, BF16.attribute) for op in OPS):
         monkeypatch.setattr(layers, "takes_attribute", lambda op, attribute: True)
 
 

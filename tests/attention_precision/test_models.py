@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import onnx
@@ -14,8 +15,11 @@ from precision_runs import HAS_KERNEL, flags_of, run, simulate_attribute
 import gqa_models
 import paged_models
 import skip_models
+import test_prompts
 from encoders import encoder
 from test_subgraphs import MERGED
+
+from stof import cli
 
 TYPES = ("float32", "float16", "bfloat16")
 WARNING = "this machine has no bf16 kernel: errors and loss, where measured, are those of full precision"
@@ -57,6 +61,22 @@ def test_pages(dtype: str, tmp_path: Path) -> None:
     model = paged_models.model_of(paged_models.Shape(packed=True, rotary=16, metadata=True, dtype=dtype))
     (error,) = check_every_node(saved(model, tmp_path), tmp_path).values()
     assert 0 < error < 0.01
+
+
+def test_folders_of_genai(tmp_path: Path) -> None:
+    """StofCachedAttention of the model gets the attribute, and the configuration registers the library."""
+    source, target, report = tmp_path / "built", tmp_path / "optimized", tmp_path / "report.json"
+    source.mkdir()
+    test_prompts.decoder(source)
+    session = {"filename": "model.onnx", "session_options": {"provider_options": []}}
+    config = {"model": {"type": "llama", "decoder": session}, "search": {"past_present_share_buffer": True}}
+    (source / "genai_config.json").write_text(json.dumps(config))
+    assert cli.main([str(source), "-o", str(target), "--allow-bf16", "--no-verify", "--json", str(report)]) == 0
+    assert list(flags_of(target / "model.onnx").values()) == [1]
+    written = json.loads((target / "genai_config.json").read_text())
+    assert "custom_ops_library" in json.dumps(written)
+    (model,) = json.loads(report.read_text())["files"].values()
+    assert [row["op"] for row in model["attention_precision"]["layers"]] == ["StofCachedAttention"]
 
 
 def test_half_precision(tmp_path: Path) -> None:

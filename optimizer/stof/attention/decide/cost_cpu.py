@@ -25,12 +25,12 @@ _PASSES_CACHED = 2.0
 _PASSES = 6.0
 _CACHE_SCORES = 512 * 512
 _TILE = (48, 64)  # query rows × keys
-# What products of several queries cost in fp32, and the softmax of a score, in FMAs; the sum is what _OWN_RATE states at D = 64.
-# In reduced precision weights are rounded as well. By instructions: how many FMAs they do in the time of one.
-_PRODUCT_RATE, _SOFTMAX, _ROUNDING = 0.9, 36.0, 8.0
-_RATES_IN_PRECISION = {"amx_bf16": 8.0, "avx512_bf16": 2.0, "neon_bf16": 2.0}
-_LEAST_RATE = 2.0  # of instructions that are not in the list
-_BLOCK = 32  # head sizes are padded to a multiple of it
+# The FMA rate of matmuls alone, and the softmax of a score in FMAs; in reduced precision weights are rounded as well. They
+# follow from times at D = 16 and 32 on an AMD EPYC of Zen 5, by `python -m bench bf16-attention`.
+_MATMUL_RATE, _SOFTMAX, _ROUNDING = 0.9, 20.0, 7.0
+# By instructions: FMAs in the time of one of fp32, and the multiple that head sizes are padded to. AMX was not timed.
+_IN_PRECISION = {"amx_bf16": (4.0, 32), "avx512_bf16": (2.0, 2)}
+_UNKNOWN_INSTRUCTIONS = (2.0, 4)
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def estimate_precision_gain(head_size: int, kernel: str) -> float:
         head_size: of queries and values.
         kernel: the instructions, as the library names them.
     """
-    padded = -(-head_size // _BLOCK) * _BLOCK
-    rate = _PRODUCT_RATE * _RATES_IN_PRECISION.get(kernel, _LEAST_RATE)
-    whole = 2.0 * head_size / _PRODUCT_RATE + _SOFTMAX
-    return whole / ((padded + head_size) / rate + _SOFTMAX + _ROUNDING)
+    rate, multiple = _IN_PRECISION.get(kernel, _UNKNOWN_INSTRUCTIONS)
+    padded = -(-head_size // multiple) * multiple
+    whole = 2.0 * head_size / _MATMUL_RATE + _SOFTMAX
+    return whole / ((padded + head_size) / (_MATMUL_RATE * rate) + _SOFTMAX + _ROUNDING)
 
 
 def refusals(problem: SiteProblem) -> list[str]:
