@@ -33,10 +33,10 @@ from stof.arguments.precisions import BF16
 from stof.attention.checks.reference import Problem, random_problem, reference
 from stof.attention_precision.layers import METADATA
 from stof.cached_attention.checks.oracle import compute_step
-from stof.cached_attention.checks.site_checks import run_step
+from stof.cached_attention.checks.site_checks import compare_cache_site, run_step
 from stof.cached_attention.emit import emit_caches
 from stof.cached_attention.find import find_candidates
-from stof.cached_attention.paged.checks import run_paged_step
+from stof.cached_attention.paged.checks import compare_paged_site, run_paged_step
 from stof.cached_attention.paged.emit import emit_pages
 from stof.cached_attention.paged.oracle import compute_paged_step
 from stof.graph.node_fields import plain_attributes_of
@@ -99,6 +99,40 @@ def test_caches_and_pages() -> None:
     paged = paged_models.draw_step(pages, [0, 30], [100, 90])
     found = run_paged_step({**plain_attributes_of(node), BF16.attribute: 1}, paged).output
     assert 1e-3 < (relative_rms(found, compute_paged_step(paged).output) or 0) < 8e-3
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_steps_are_near_the_definition(seed: int) -> None:
+    """Caches of each type, also quantized ones, and pages: what kernels compute is what verification holds them to."""
+    rng = np.random.default_rng(seed)
+    given: dict[str, Any] = {
+        "H": 4,
+        "G": 2,
+        "D": int(rng.choice([16, 24, 32, 64, 80])),
+        "dtype": str(rng.choice(["float32", "float16", "bfloat16"])),
+        "scale": float(rng.choice([0.0, 0.3, 0.9])),
+        "rotary": int(rng.choice([0, 16])),
+        "norms": bool(rng.random() < 0.3),
+        "window": int(rng.choice([0, 20])),
+    }
+    if seed % 2:
+        pages = paged_models.Shape(**given)
+        model = paged_models.model_of(pages)
+        (candidate,) = find_candidates(model, Symbolic(model), "cpu")
+        (node,) = emit_pages(model, [candidate.site]).graph.node  # type: ignore[list-item]
+        step = paged_models.draw_step(pages, [20, 0, int(rng.integers(0, 60))], [40, 70, 3], seed=seed)
+        compare: Any = compare_paged_site
+    else:
+        is_quantized = rng.random() < 0.4
+        shape = gqa_models.Shape(**given, cache="int8" if is_quantized else "", channels=(rng.random() < 0.5, False))
+        model = gqa_models.model_of(shape)
+        (candidate,) = find_candidates(model, Symbolic(model), "cpu")
+        (node,) = [n for n in emit_caches(model, [candidate.site]).graph.node if n.domain == "stof"]  # type: ignore[list-item]
+        step = gqa_models.draw_step(shape, [*(int(n) for n in rng.integers(1, 90, 2)), 90], 90, 120, seed=seed)
+        compare = compare_cache_site
+    found = compare(candidate.site, {**plain_attributes_of(node), BF16.attribute: 1}, step, None)
+    assert found.ok, found.message()
+    assert found.relative_rms > 5e-4
 
 
 def test_the_report_names_the_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

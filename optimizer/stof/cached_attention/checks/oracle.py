@@ -188,8 +188,10 @@ def _attend(
     # Heads of one group lie beside each other.
     grouped = query.reshape(len(keys), -1, size)
     scale = dtype(step.scale or 1.0 / np.sqrt(size))
+    key_scale, value_scale = (_factor_of(step, x, len(keys), dtype) for x in (step.key_scale, step.value_scale))
     narrow = np.asarray if step.precision is None else step.precision.round
-    scores = np.matmul(narrow(grouped), narrow(keys).swapaxes(1, 2)).reshape(heads, queries, -1) * scale
+    products = np.matmul(narrow(grouped * key_scale), narrow(keys / key_scale).swapaxes(1, 2))
+    scores = products.reshape(heads, queries, -1) * scale
     if step.softcap:
         scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
     if step.bias is not None:
@@ -204,8 +206,18 @@ def _attend(
         pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns, **run) for h in range(heads)])
     scores = np.where(pairs, scores, -np.inf)
     weights = _weights(scores, step, dtype).reshape(len(keys), -1, keys.shape[1])
-    attended: np.ndarray = np.matmul(weights, narrow(values)).reshape(heads, queries, size)
+    attended: np.ndarray = (np.matmul(weights, narrow(values / value_scale)) * value_scale).reshape(
+        heads, queries, size
+    )
     return attended
+
+
+def _factor_of(step: CacheStep, scale: np.ndarray | None, groups: int, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """What queries and outputs are multiplied by where products are rounded, in place of keys and values of quantized caches."""
+    if step.precision is None or scale is None:
+        return np.ones(1, dtype)
+    factor = scale_of(scale, groups).astype(dtype)
+    return np.where(factor == 0, dtype(1), factor)  # keys are 0 there
 
 
 def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> np.ndarray:

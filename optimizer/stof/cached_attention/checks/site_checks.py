@@ -261,7 +261,8 @@ def _narrow_output(
     precision = precision_of(attributes)
     if precision is None:
         return None
-    output = compute_step(replace(step, precision=precision), held=caches).output[rows]
+    # Rotated queries and keys are rounded to the site's type first: both roundings together may be one step more.
+    output = compute_step(replace(step, precision=precision), storage=step.query.dtype, held=caches).output[rows]
     scale = 1.0 if step.value_scale is None else float(np.abs(step.value_scale).max())
     return NarrowResult.of(precision, output, values * scale)
 

@@ -159,7 +159,7 @@ def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: P
         return [make_failure(site, str(error))]
     narrow, precision = None, precision_of(attributes)
     if precision is not None:
-        output = compute_paged_step(replace(step, precision=precision)).output
+        output = compute_paged_step(replace(step, precision=precision), storage=dtype).output
         narrow = NarrowResult.of(precision, output, exact.value_cache)
     results = []
     for name in ("output", "key_cache", "value_cache"):
