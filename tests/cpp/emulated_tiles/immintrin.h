@@ -59,7 +59,8 @@ inline void ReleaseTiles() { TilesOfThread() = EmulatedTiles(); }
 
 inline void ExpectTile(int tile) {
   const EmulatedTiles& tiles = TilesOfThread();
-  ExpectOfTiles(tiles.is_configured && tile < EmulatedTiles::kTiles && tiles.rows[tile] > 0, "a tile is not configured");
+  ExpectOfTiles(tiles.is_configured && tile < EmulatedTiles::kTiles && tiles.rows[tile] > 0,
+                "a tile is not configured");
 }
 inline void ZeroTile(int tile) {
   ExpectTile(tile);

@@ -264,12 +264,12 @@ std::vector<OpLimit> ListLimits(Target target, DType dtype) {
 
 const OpDescription* PagedAttentionDescription() {
   static constexpr AttributeDescription kAttributes[] = {
-      {"mask", AttributeType::kString},          {"mask_id", AttributeType::kInt},
-      {"scale", AttributeType::kFloat},          {"softcap", AttributeType::kFloat},
-      {"num_heads", AttributeType::kInt},        {"kv_num_heads", AttributeType::kInt},
-      {"do_rotary", AttributeType::kInt},        {"rotary_interleaved", AttributeType::kInt},
-      {"rotary_offset", AttributeType::kInt},    {"qk_norm_epsilon", AttributeType::kFloat},
-      {"kernel", AttributeType::kString},        {"skip_threshold", AttributeType::kFloat},
+      {"mask", AttributeType::kString},           {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},           {"softcap", AttributeType::kFloat},
+      {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
+      {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
+      {"rotary_offset", AttributeType::kInt},     {"qk_norm_epsilon", AttributeType::kFloat},
+      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
       {"block_threshold", AttributeType::kFloat}, {"allow_bf16", AttributeType::kInt}};
   static constexpr OpDescription description = [] {
     OpDescription d;
