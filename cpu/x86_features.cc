@@ -14,10 +14,10 @@ namespace {
 enum Register { kEax, kEbx, kEcx, kEdx };
 
 // Parts of the registers' state that the operating system keeps when it switches threads (XCR0).
-constexpr uint32_t kYmm = 0x6;             // xmm and the rest of ymm
-constexpr uint32_t kZmm = kYmm | 0xe0;     // masks, the rest of zmm0 to zmm15, zmm16 to zmm31
+constexpr uint32_t kYmm = 0x6;               // xmm and the rest of ymm
+constexpr uint32_t kZmm = kYmm | 0xe0;       // masks, the rest of zmm0 to zmm15, zmm16 to zmm31
 constexpr uint32_t kTiles = kZmm | 0x60000;  // and the configuration and data of tiles
-constexpr uint32_t kHasXgetbv = 1u << 27;  // OSXSAVE in ecx of leaf 1
+constexpr uint32_t kHasXgetbv = 1u << 27;    // OSXSAVE in ecx of leaf 1
 
 // Where CPUID says that a feature is there (Intel's manual, volume 2, CPUID), and the state that it needs.
 struct Feature {
@@ -27,12 +27,11 @@ struct Feature {
   int bit;
   uint32_t state;
 };
-constexpr Feature kFeatures[] = {{"fma", 1, 0, kEcx, 12, kYmm},        {"f16c", 1, 0, kEcx, 29, kYmm},
-                                 {"avx2", 7, 0, kEbx, 5, kYmm},        {"avx512f", 7, 0, kEbx, 16, kZmm},
-                                 {"avx512dq", 7, 0, kEbx, 17, kZmm},   {"avx512bw", 7, 0, kEbx, 30, kZmm},
-                                 {"avx512vl", 7, 0, kEbx, 31, kZmm},   {"avx512vnni", 7, 0, kEcx, 11, kZmm},
-                                 {"avx512bf16", 7, 1, kEax, 5, kZmm},  {"amx-bf16", 7, 0, kEdx, 22, kTiles},
-                                 {"amx-tile", 7, 0, kEdx, 24, kTiles}};
+constexpr Feature kFeatures[] = {
+    {"fma", 1, 0, kEcx, 12, kYmm},        {"f16c", 1, 0, kEcx, 29, kYmm},       {"avx2", 7, 0, kEbx, 5, kYmm},
+    {"avx512f", 7, 0, kEbx, 16, kZmm},    {"avx512dq", 7, 0, kEbx, 17, kZmm},   {"avx512bw", 7, 0, kEbx, 30, kZmm},
+    {"avx512vl", 7, 0, kEbx, 31, kZmm},   {"avx512vnni", 7, 0, kEcx, 11, kZmm}, {"avx512bf16", 7, 1, kEax, 5, kZmm},
+    {"amx-bf16", 7, 0, kEdx, 22, kTiles}, {"amx-tile", 7, 0, kEdx, 24, kTiles}};
 
 // The state that the operating system keeps; 0 where it does not say so.
 uint32_t KeptState() {

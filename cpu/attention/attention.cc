@@ -350,8 +350,8 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   }
   // Outputs are read and written once per key tile, so tiles are long; longer ones would evict the keys from L1.
   if (args.shape.T > config.n) config.n = 128;
-  // Whole strips, of 6 rows or of the 16 of a tile register, or, where blocks are chosen, parts of a block; fewer rows where threads would get less than four
-  // items each.
+  // Whole strips, of 6 rows or of the 16 of a tile register, or, where blocks are chosen, parts of a block; fewer rows
+  // where threads would get less than four items each.
   const bool chooses = ChoosesBlocks(args) && args.shape.T > kBlockKeys;
   const bool has_tiles = args.allow_bf16 && IsaOfBf16Kernels(config.isa) == CpuIsa::kAmxBf16;
   const int least = chooses || has_tiles ? 32 : 24;
@@ -364,8 +364,7 @@ size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig
   if (!CheckForCpu(args, config).ok()) return 0;
   const cpu::AttentionKernels* const bf16 = cpu::Bf16KernelsOf(args, config);
   cpu::AttentionPlan plan(args, config, std::max(1, threads), bf16 != nullptr);
-  const cpu::AttentionKernels& kernels =
-      plan.problem()->rounds_to_bf16 ? *bf16 : *cpu::KernelsOf(config.isa).attention;
+  const cpu::AttentionKernels& kernels = plan.problem()->rounds_to_bf16 ? *bf16 : *cpu::KernelsOf(config.isa).attention;
   return static_cast<size_t>(MakeLayout(*plan.problem(), plan.Items(), kernels, std::max(1, threads)).total);
 }
 

@@ -19,7 +19,11 @@ namespace stof {
 namespace cpu {
 namespace {
 
+#if defined(STOF_NEON)
+constexpr int kDepth = 4;
+#else
 constexpr int kDepth = 2;
+#endif
 
 // Rounds to nearest even; NaN stays NaN. Instructions take subnormal numbers as 0.
 inline void RoundToBf16(const float* from, int64_t count, Bf16* to) {
@@ -28,6 +32,10 @@ inline void RoundToBf16(const float* from, int64_t count, Bf16* to) {
   for (; i + 16 <= count; i += 16) {
     _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to + i),
                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i))));
+  }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  for (; i + 4 <= count; i += 4) {
+    vst1_bf16(reinterpret_cast<bfloat16_t*>(to + i), vcvt_bf16_f32(vld1q_f32(from + i)));
   }
 #endif
   for (; i < count; ++i) to[i] = FloatToBfloat16(from[i]);
@@ -55,9 +63,15 @@ inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args,
     if (j < count) ToBf16(from.At(0) + j * from.stride * from.item_size, dtype, size, scratch.converted_row, row);
     for (int64_t d = j < count ? size : 0; d < padded; ++d) row[d] = 0;
   }
+#if defined(STOF_NEON)
+  for (int64_t d = 0; d < padded; d += kDepth) {
+    for (int64_t j = 0; j < kPanel; ++j, to += kDepth) std::memcpy(to, rows + j * padded + d, 2 * kDepth);
+  }
+#else
   // Pairs are moved as floats.
   PackPanel(reinterpret_cast<const float*>(rows), padded / kDepth, kPanel, padded / kDepth,
             reinterpret_cast<float*>(to));
+#endif
 }
 
 // Packs the values of `count` keys, and zeros up to whole panels.
@@ -72,16 +86,24 @@ inline void PackValues(const Rows& from, int64_t count, const AttentionArgs& arg
       for (int64_t d = is_key ? size : 0; d < ldo; ++d) row[d] = 0;
     }
     const Bf16* const low = scratch.rounded_rows;
-    const Bf16* const high = low + ldo;
     int64_t d = 0;
-#if defined(__AVX512F__)
+#if defined(STOF_NEON)
+    for (; d + 8 <= ldo; d += 8) {
+      uint16x8x4_t x;
+      for (int j = 0; j < kDepth; ++j) x.val[j] = vld1q_u16(low + j * ldo + d);
+      vst4q_u16(to + kDepth * d, x);
+    }
+#elif defined(__AVX512F__)
+    const Bf16* const high = low + ldo;
     for (; d + 16 <= ldo; d += 16) {
       const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(low + d)));
       const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(high + d)));
       _mm512_storeu_si512(to + 2 * d, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
     }
 #endif
-    for (; d < ldo; ++d) to[2 * d] = low[d], to[2 * d + 1] = high[d];
+    for (; d < ldo; ++d) {
+      for (int64_t j = 0; j < kDepth; ++j) to[kDepth * d + j] = low[j * ldo + d];
+    }
   }
 }
 
@@ -102,6 +124,8 @@ inline const float* AsFloats(const Bf16* from, int64_t panels, int64_t size, flo
 inline void StoreRounded(V x, Bf16* to) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  vst1_bf16(reinterpret_cast<bfloat16_t*>(to), vcvt_bf16_f32(x));
 #else
   float lanes[kWidth];
   Simd::Store(lanes, x);
@@ -115,8 +139,8 @@ __attribute__((noinline)) void Bf16Scores(const Bf16* q, int64_t ldq, int64_t de
                                           int64_t panel_stride, float factor, const float* start, float* s,
                                           int64_t lds);
 
-// PV of a strip: o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself first,
-// as in AddValues. A run begins with a panel, and takes its last one whole: weights beyond its end are 0.
+// PV of a strip: o[kRows, kBlock vectors] += p[kRows, keys of the runs] · v. The tile's matmul is summed by itself
+// first, as in AddValues. A run begins with a panel, and takes its last one whole: weights beyond its end are 0.
 template <int kRows, int kBlock>
 __attribute__((noinline)) void AddBf16Values(const Bf16* p, int64_t ldp, const Run* runs, int count, const Bf16* v,
                                              int64_t ldv, float* o, int64_t ldo);
@@ -239,6 +263,89 @@ void AddBf16Values(const Bf16* p, int64_t ldp, const Run* runs, int count, const
       Simd::Store(to, Simd::Add(Simd::Load(to), sum[r][j]));
     }
   }
+}
+
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+
+inline bfloat16x8_t LoadFactors(const Bf16* at) { return vreinterpretq_bf16_u16(vld1q_u16(at)); }
+
+// sums[row pair][column pair] += rows · columns over a depth of 8. A vector of left or right is 2 rows or columns of 4,
+// and one of sums is 2 rows of 2 columns. step: between groups of kDepth of the right.
+template <int kPairs, int kColumns>
+inline void AddMatrixProducts(const Bf16* left, int64_t ld, const Bf16* right, int64_t step,
+                              float32x4_t (&sums)[kPairs][kColumns]) {
+  bfloat16x8_t factors[2][kPairs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kPairs; ++r) {
+    const uint64x2_t a = vreinterpretq_u64_u16(vld1q_u16(left + 2 * r * ld));
+    const uint64x2_t b = vreinterpretq_u64_u16(vld1q_u16(left + (2 * r + 1) * ld));
+    factors[0][r] = vreinterpretq_bf16_u64(vzip1q_u64(a, b));
+    factors[1][r] = vreinterpretq_bf16_u64(vzip2q_u64(a, b));
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kColumns; ++j) {
+      const bfloat16x8_t x = LoadFactors(right + half * step + 2 * kDepth * j);
+#pragma GCC unroll 4
+      for (int r = 0; r < kPairs; ++r) sums[r][j] = vbfmmlaq_f32(sums[r][j], factors[half][r], x);
+    }
+  }
+}
+
+// Calls store(row, vector of 4 columns, sums).
+template <int kPairs, int kColumns, typename Store>
+inline void ForEachSum(const float32x4_t (&sums)[kPairs][kColumns], const Store& store) {
+#pragma GCC unroll 4
+  for (int r = 0; r < kPairs; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumns; j += 2) {
+      const float64x2_t a = vreinterpretq_f64_f32(sums[r][j]), b = vreinterpretq_f64_f32(sums[r][j + 1]);
+      store(2 * r, j / 2, vreinterpretq_f32_f64(vzip1q_f64(a, b)));
+      store(2 * r + 1, j / 2, vreinterpretq_f32_f64(vzip2q_f64(a, b)));
+    }
+  }
+}
+
+template <int kPairs, int kColumns>
+inline void ClearSums(float32x4_t (&sums)[kPairs][kColumns]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < kPairs; ++r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kColumns; ++j) sums[r][j] = vdupq_n_f32(0.0f);
+  }
+}
+
+// The sums are of one panel: 4 vectors.
+template <int kRows, int kBlock>
+void Bf16Scores(const Bf16* q, int64_t ldq, int64_t depth, const Bf16* keys, int64_t /*panel_stride*/, float factor,
+                const float* start, float* s, int64_t lds) {
+  static_assert(kBlock * kWidth == kPanel);
+  float32x4_t sums[kRows / 2][2 * kBlock];
+  ClearSums(sums);
+  // Heads are padded to a multiple of this step.
+  for (int64_t d = 0; d < depth; d += 2 * kDepth)
+    AddMatrixProducts(q + d, ldq, keys + d * kPanel, kDepth * kPanel, sums);
+  ForEachSum(sums, [&](int r, int j, V x) {
+    Simd::Store(s + r * lds + j * kWidth, Simd::Fma(x, Simd::Set1(factor), Simd::Set1(start[r])));
+  });
+}
+
+template <int kRows, int kBlock>
+void AddBf16Values(const Bf16* p, int64_t ldp, const Run* runs, int count, const Bf16* v, int64_t ldv, float* o,
+                   int64_t ldo) {
+  float32x4_t sums[kRows / 2][2 * kBlock];
+  ClearSums(sums);
+  for (int i = 0; i < count; ++i) {
+    const int64_t last = RoundUp(runs[i].last, kPanel);
+    for (int64_t k = runs[i].first; k < last; k += 2 * kDepth) {
+      AddMatrixProducts(p + k, ldp, v + k / kDepth * ldv, ldv, sums);
+    }
+  }
+  ForEachSum(sums, [&](int r, int j, V x) {
+    float* const to = o + r * ldo + j * kWidth;
+    Simd::Store(to, Simd::Add(Simd::Load(to), x));
+  });
 }
 
 #endif

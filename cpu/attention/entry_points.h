@@ -161,6 +161,7 @@ void AttendSplit(const AttentionProblem& problem, int64_t item, void* memory) {
 template <bool kInPlace>
 void CombineSplitsOf(const AttentionProblem& problem, int64_t row, int64_t splits, void* memory) {
   const AttentionArgs& args = *problem.args;
+  const ConfiguredTiles tiles;  // a fully masked row may attend all keys
   AttentionWorker<kInPlace> worker(problem, memory);
   worker.Begin(row / args.shape.S / args.shape.H, row / args.shape.S % args.shape.H, 1, row % args.shape.S, 1);
   worker.CombinePartials(PartialOf(problem, row, 0), splits, problem.partial_stride);

@@ -86,9 +86,7 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   PlanRelativeTables(threads);
 }
 
-void AttentionPlan::RoundToBf16() {
-  problem_.rounds_to_bf16 = problem_.pack_values = true;
-}
+void AttentionPlan::RoundToBf16() { problem_.rounds_to_bf16 = problem_.pack_values = true; }
 
 bool AttentionPlan::CanChooseBlocks() const {
   const StaticMask& mask = args_.mask.fixed;

@@ -201,7 +201,8 @@ inline const Packed* AttentionWorker<kInPlace>::PackedValues(int64_t tile) const
   const int64_t size = problem_.n * scratch_.ldo;
   if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
   const int64_t first = problem_.sequences[b_].first;
-  return static_cast<const Packed*>(problem_.packed_values) + FirstPanel() * kPanel * scratch_.ldo + (tile - first) * size;
+  return static_cast<const Packed*>(problem_.packed_values) + FirstPanel() * kPanel * scratch_.ldo +
+         (tile - first) * size;
 }
 
 template <bool kInPlace>

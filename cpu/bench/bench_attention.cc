@@ -3,9 +3,10 @@
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
 // rows are interleaved with the FMA loop; the figures are minima. Rows named cold have blocks of keys that hardly
 // count, of which rows named skip leave out what the threshold allows. Rows named choose estimate which blocks matter.
-//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--products NAME] [--cpu-time]
-// --isa: an instruction set of plugins/core/base/cpu_isas.h. --products: fp32, bf16 (AttentionArgs::allow_bf16), or both,
-// which are interleaved.
+//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--products NAME]
+//   [--cpu-time]
+// --isa: an instruction set of plugins/core/base/cpu_isas.h. --products: fp32, bf16 (AttentionArgs::allow_bf16), or
+// both, which are interleaved.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -181,6 +181,7 @@ _TYPES = {
     "operands": AttributeProto.STRING,
     "results": AttributeProto.STRING,
     "allow_tf32": AttributeProto.INT,
+    "allow_bf16": AttributeProto.INT,
     "kernel": AttributeProto.STRING,
     "tile": AttributeProto.STRING,
 }

@@ -287,7 +287,7 @@ const OpDescription* AttentionDescription() {
                                                          {"operands", AttributeType::kString},
                                                          {"results", AttributeType::kString},
                                                          {"allow_tf32", AttributeType::kInt},
-                                                         {"allow_bf16", AttributeType::kInt},
+                                                         {"allow_bf16", AttributeType::kInt, false},
                                                          {"kernel", AttributeType::kString},
                                                          {"tile", AttributeType::kString},
                                                          {"relative_index", AttributeType::kString},

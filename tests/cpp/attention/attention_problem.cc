@@ -21,8 +21,8 @@ std::string Describe(const Case& c) {
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, c.deep ? " deep" : "", " scores ", static_cast<int>(c.scores), " of 2^",
               c.exponent, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted, " shared pad ",
-              c.pad_shared, c.wild ? " wild" : "", c.bf16 ? " bf16" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n,
-              " left ", static_cast<int>(c.left));
+              c.pad_shared, c.wild ? " wild" : "", c.bf16 ? " bf16" : "", c.tf32 ? " tf32" : "", " ", c.kernel,
+              " tile ", c.m, "x", c.n, " left ", static_cast<int>(c.left));
 }
 const char* MaskText(int mask) {
   static constexpr const char* kTexts[kMasks] = {"",
