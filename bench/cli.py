@@ -79,6 +79,8 @@ def _run_on_threads(arguments: argparse.Namespace, threads: int) -> int:
             return _sparse_mlp(arguments, threads)
         case "run-time-masks":
             return _run_time_masks(arguments, threads)
+        case "bf16-attention":
+            return _bf16_attention(arguments, threads)
         case "sites":
             return _sites(arguments, threads)
         case "texts":
@@ -176,6 +178,20 @@ def _run_time_masks(arguments: argparse.Namespace, threads: int) -> int:
         say(*run_time_masks.describe_record(record))
         untimed += _lacks_times(record)
     return 3 if untimed else 0
+
+
+def _bf16_attention(arguments: argparse.Namespace, threads: int) -> int:
+    from bench.cpu import bf16_attention
+
+    device, missing = CpuDevice(threads), 0
+    for case in bf16_attention.grid(arguments.masks, arguments.lengths, arguments.sizes):
+        candidates = select(bf16_attention.CANDIDATES, arguments.peers)
+        record = measure_point(bf16_attention.Bf16Problem(case), candidates, device, arguments.rounds)
+        if arguments.peers is None:
+            store(arguments.results / "bf16-attention-cpu.json", record)
+        say(*bf16_attention.describe_record(record))
+        missing += any("us" not in row for name, row in record["peers"].items() if name.startswith("stof"))
+    return 3 if missing else 0
 
 
 def _lacks_times(record: Record) -> bool:

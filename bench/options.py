@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.core.clone import RESULTS
-from bench.cpu import cases, run_time_masks, sparse_mlp
+from bench.cpu import bf16_attention, cases, run_time_masks, sparse_mlp
 from bench.decoder import mlp_models
 from bench.gpu.cases import GRIDS
 from bench.texts import text_models
@@ -31,6 +31,7 @@ def make_parser() -> Parser:
     _add_decode(commands)
     _add_sparse_mlp(commands)
     _add_run_time_masks(commands)
+    _add_bf16_attention(commands)
     _add_sites(commands)
     _add_model(commands)
     _add_texts(commands)
@@ -102,6 +103,19 @@ def _add_run_time_masks(commands: Commands) -> None:
     )
     masks.add_argument("--rows", nargs="+", type=int, default=None, metavar="N", help="of a page; default: 16, 64")
     _add_runs(masks, threads=[1, 2])
+
+
+def _add_bf16_attention(commands: Commands) -> None:
+    attention = commands.add_parser(
+        "bf16-attention", help="attention with bf16 matmuls beside fp32 and peers in bf16, on a CPU"
+    )
+    attention.add_argument("--masks", nargs="+", choices=bf16_attention.MASKS, default=None, help="default: all")
+    attention.add_argument("--lengths", nargs="+", type=int, default=None, metavar="S", help="default: 512, 4096")
+    attention.add_argument(
+        "--sizes", nargs="+", type=int, default=None, metavar="D", help="of a head; default: 64, 128"
+    )
+    attention.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
+    _add_runs(attention, threads=[1, 2])
 
 
 def _add_sites(commands: Commands) -> None:

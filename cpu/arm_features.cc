@@ -34,12 +34,27 @@ bool HasDotProduct() {
 #endif
 }
 
+// Matrix products of bf16 (bfmmla). Windows has no answer that older headers and systems know.
+bool HasBf16() {
+#if defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 bool HasArmFeature(const char* name) {
 #if defined(__aarch64__)
   if (std::strcmp(name, "neon") == 0) return true;  // every one that runs an operating system has it
 #endif
+  if (std::strcmp(name, "bf16") == 0) return HasBf16();
   return std::strcmp(name, "dotprod") == 0 && HasDotProduct();
 }
 

@@ -6,7 +6,7 @@
 namespace stof {
 namespace cpu {
 
-// Asks the operating system, as programs on AArch64 have to. Names: neon, dotprod. False for any other, and on other
+// Asks the operating system, as programs on AArch64 have to. Names: neon, dotprod, bf16. False for any other, and on other
 // architectures.
 bool HasArmFeature(const char* name);
 

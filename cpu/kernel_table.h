@@ -20,6 +20,7 @@ struct SparseMlpKernels;
 // A member for each source OPERATOR_kernels.cc.
 struct KernelTable {
   const AttentionKernels* attention = nullptr;
+  const AttentionKernels* attention_bf16 = nullptr;  // sets without bf16 instructions have none
   const AppendKernels* append = nullptr;
   const PagesKernels* pages = nullptr;
   const ChainKernels* chain = nullptr;

@@ -11,25 +11,27 @@ namespace stof {
 namespace cpu {
 namespace {
 
-enum Register { kEbx, kEcx };
+enum Register { kEax, kEbx, kEcx, kEdx };
 
 // Parts of the registers' state that the operating system keeps when it switches threads (XCR0).
-constexpr uint32_t kYmm = 0x6;             // xmm and the rest of ymm
-constexpr uint32_t kZmm = kYmm | 0xe0;     // masks, the rest of zmm0 to zmm15, zmm16 to zmm31
-constexpr uint32_t kHasXgetbv = 1u << 27;  // OSXSAVE in ecx of leaf 1
+constexpr uint32_t kYmm = 0x6;               // xmm and the rest of ymm
+constexpr uint32_t kZmm = kYmm | 0xe0;       // masks, the rest of zmm0 to zmm15, zmm16 to zmm31
+constexpr uint32_t kTiles = kZmm | 0x60000;  // and the configuration and data of tiles
+constexpr uint32_t kHasXgetbv = 1u << 27;    // OSXSAVE in ecx of leaf 1
 
 // Where CPUID says that a feature is there (Intel's manual, volume 2, CPUID), and the state that it needs.
 struct Feature {
   const char* name;
-  uint32_t leaf;
+  uint32_t leaf, part;
   Register where;
   int bit;
   uint32_t state;
 };
 constexpr Feature kFeatures[] = {
-    {"fma", 1, kEcx, 12, kYmm},      {"f16c", 1, kEcx, 29, kYmm},       {"avx2", 7, kEbx, 5, kYmm},
-    {"avx512f", 7, kEbx, 16, kZmm},  {"avx512dq", 7, kEbx, 17, kZmm},   {"avx512bw", 7, kEbx, 30, kZmm},
-    {"avx512vl", 7, kEbx, 31, kZmm}, {"avx512vnni", 7, kEcx, 11, kZmm}, {"avx512vbmi", 7, kEcx, 1, kZmm}};
+    {"fma", 1, 0, kEcx, 12, kYmm},       {"f16c", 1, 0, kEcx, 29, kYmm},       {"avx2", 7, 0, kEbx, 5, kYmm},
+    {"avx512f", 7, 0, kEbx, 16, kZmm},   {"avx512dq", 7, 0, kEbx, 17, kZmm},   {"avx512bw", 7, 0, kEbx, 30, kZmm},
+    {"avx512vl", 7, 0, kEbx, 31, kZmm},  {"avx512vnni", 7, 0, kEcx, 11, kZmm}, {"avx512vbmi", 7, 0, kEcx, 1, kZmm},
+    {"avx512bf16", 7, 1, kEax, 5, kZmm}, {"amx-bf16", 7, 0, kEdx, 22, kTiles}, {"amx-tile", 7, 0, kEdx, 24, kTiles}};
 
 // The state that the operating system keeps; 0 where it does not say so.
 uint32_t KeptState() {
@@ -45,10 +47,14 @@ uint32_t KeptState() {
 bool HasX86Feature(const char* name) {
   for (const Feature& feature : kFeatures) {
     if (std::strcmp(feature.name, name) != 0) continue;
-    uint32_t a = 0, b = 0, c = 0, d = 0;
-    if (__get_cpuid_count(feature.leaf, 0, &a, &b, &c, &d) == 0) return false;
-    const uint32_t word = feature.where == kEbx ? b : c;
-    return (word >> feature.bit & 1u) != 0 && (KeptState() & feature.state) == feature.state;
+    uint32_t words[4] = {}, last_part = 0;
+    if (feature.part > 0) {
+      // The answer for a part that a processor lacks is undefined.
+      if (__get_cpuid_count(feature.leaf, 0, &last_part, &words[1], &words[2], &words[3]) == 0) return false;
+      if (last_part < feature.part) return false;
+    }
+    if (__get_cpuid_count(feature.leaf, feature.part, &words[0], &words[1], &words[2], &words[3]) == 0) return false;
+    return (words[feature.where] >> feature.bit & 1u) != 0 && (KeptState() & feature.state) == feature.state;
   }
   return false;
 }

@@ -28,16 +28,18 @@ def _torch_runner(torch: Any, call: Callable[[], Any]) -> Runner:
         call()
 
     def output() -> np.ndarray:
-        found: np.ndarray = call().numpy()
+        found: np.ndarray = call().float().numpy()
         return found
 
     return Runner(run, output, keep=(torch,))
 
 
-def _sdpa(kind: str) -> Callable[[CpuProblem, int], Runner]:
+def sdpa(kind: str, dtype: str = "float32") -> Callable[[CpuProblem, int], Runner]:
+    """SDPA of torch with a mask of a kind, "bool" or "float", on tensors of a type."""
+
     def build(problem: CpuProblem, threads: int) -> Runner:
         torch = _torch(threads)
-        q, k, v = (torch.from_numpy(x) for x in (problem.q, problem.k, problem.v))
+        q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in (problem.q, problem.k, problem.v))
         options: dict[str, Any] = {"enable_gqa": True} if problem.case.G != problem.case.H else {}
         if problem.case.expression == CAUSAL:
             if kind == "float":
@@ -76,7 +78,8 @@ def _flex(problem: CpuProblem, threads: int) -> Runner:
     return _torch_runner(torch, lambda: compiled(q, k, v, **options))
 
 
-def _openvino(problem: CpuProblem, threads: int) -> Runner:
+def openvino(problem: CpuProblem, threads: int, precision: str | None = "f32") -> Runner:
+    """OpenVINO's SDPA, computed in a precision; None: in that which it takes by default on this machine."""
     ov = require("openvino")
     operators = require("openvino.opset13")
     case = problem.case
@@ -88,7 +91,8 @@ def _openvino(problem: CpuProblem, threads: int) -> Runner:
         feeds.append(problem.additive)
     inputs = [operators.parameter(list(x.shape), np.float32) for x in feeds]
     node = operators.scaled_dot_product_attention(*inputs, causal=causal)
-    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+    settings |= {} if precision is None else {"INFERENCE_PRECISION_HINT": precision}
     compiled = ov.Core().compile_model(ov.Model([node], inputs, "attention"), "CPU", settings)
     request = compiled.create_infer_request()
     for i, array in enumerate(feeds):
@@ -109,8 +113,8 @@ CANDIDATES: tuple[CpuCandidate, ...] = (
     Candidate("ort-gqa", "ONNX Runtime GroupQueryAttention", baselines_ort.group_query, score_tensors=1),
     Candidate("ort-attention-23", "ONNX Runtime Attention-23, bool mask", baselines_ort.standard(23), score_tensors=2),
     Candidate("ort-attention-24", "ONNX Runtime Attention-24, bool mask", baselines_ort.standard(24), score_tensors=2),
-    Candidate("torch-sdpa-bool", "torch SDPA, bool mask", _sdpa("bool")),
-    Candidate("torch-sdpa-float", "torch SDPA, float mask", _sdpa("float")),
+    Candidate("torch-sdpa-bool", "torch SDPA, bool mask", sdpa("bool")),
+    Candidate("torch-sdpa-float", "torch SDPA, float mask", sdpa("float")),
     Candidate("torch-flex", "torch FlexAttention, compiled", _flex),
-    Candidate("openvino", "OpenVINO SDPA", _openvino),
+    Candidate("openvino", "OpenVINO SDPA", openvino),
 )

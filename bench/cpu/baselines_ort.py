@@ -177,15 +177,13 @@ def operands(problem: CpuProblem) -> dict[str, np.ndarray]:
     return found
 
 
-def stof_in_ort(problem: CpuProblem, threads: int, **thresholds: float) -> Runner:
-    """StofAttention as a node of ONNX Runtime, with thresholds of run-time masks as attributes."""
+def stof_in_ort(problem: CpuProblem, threads: int, **more: float) -> Runner:
+    """StofAttention as a node of ONNX Runtime, with further attributes: thresholds of run-time masks, a precision."""
     feeds = operands(problem)
     tables = [onnx.numpy_helper.from_array(feeds.pop(name), name) for name in sorted(problem.case.tables)]
     names = [*feeds, *[t.name for t in tables]]
     node = helper.make_node("StofAttention", names, ["y"], domain="stof")
-    node.attribute.extend(
-        helper.make_attribute(name, value) for name, value in {**attributes(problem), **thresholds}.items()
-    )
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in {**attributes(problem), **more}.items())
     return _runner(problem, [node], feeds, threads, packed=False, constants=tables, domains=[("stof", 1)])
 
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/attention/bf16_kernels.h"
 #include "cpu/attention/plan.h"
 #include "cpu/attention/red_zone.h"
 #include "cpu/isa.h"
@@ -63,8 +64,8 @@ Layout MakeLayout(const cpu::AttentionProblem& problem, int64_t items, const cpu
     layout.order = take(items * 4);
     if (problem.ring_tiles == 0) {
       const int64_t keys = args.shape.G * problem.panels * cpu::kPanel;
-      layout.keys = take(keys * args.shape.D * 4);
-      if (problem.pack_values) layout.values = take(keys * RoundUp(args.shape.Dv, cpu::kPanel) * 4);
+      layout.keys = take(keys * cpu::PackedKeyBytes(problem));
+      if (problem.pack_values) layout.values = take(keys * cpu::PackedValueBytes(problem));
     }
   }
   if (problem.chooses_blocks) {
@@ -349,10 +350,11 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
   }
   // Outputs are read and written once per key tile, so tiles are long; longer ones would evict the keys from L1.
   if (args.shape.T > config.n) config.n = 128;
-  // Whole strips, or, where blocks are chosen, parts of a block; fewer rows where threads would get less than four
-  // items each.
+  // Whole strips, of 6 rows or of the 16 of a tile register, or, where blocks are chosen, parts of a block; fewer rows
+  // where threads would get less than four items each.
   const bool chooses = ChoosesBlocks(args) && args.shape.T > kBlockKeys;
-  const int least = chooses ? 32 : 24;
+  const bool has_tiles = args.allow_bf16 && IsaOfBf16Kernels(config.isa) == CpuIsa::kAmxBf16;
+  const int least = chooses || has_tiles ? 32 : 24;
   config.m = 4 * least;
   while (config.m > least && CountTileRows(args, config.m) < 4 * int64_t{threads}) config.m /= 2;
   return config;
@@ -360,8 +362,9 @@ CpuAttentionConfig ChooseCpuAttention(const AttentionArgs& args, int threads) {
 
 size_t CpuAttentionWorkspace(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
   if (!CheckForCpu(args, config).ok()) return 0;
-  cpu::AttentionPlan plan(args, config, std::max(1, threads));
-  const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
+  const cpu::AttentionKernels* const bf16 = cpu::Bf16KernelsOf(args, config);
+  cpu::AttentionPlan plan(args, config, std::max(1, threads), bf16 != nullptr);
+  const cpu::AttentionKernels& kernels = plan.problem()->rounds_to_bf16 ? *bf16 : *cpu::KernelsOf(config.isa).attention;
   return static_cast<size_t>(MakeLayout(*plan.problem(), plan.Items(), kernels, std::max(1, threads)).total);
 }
 
@@ -369,10 +372,11 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
                     const Parallel& parallel) {
   STOF_RETURN_IF_ERROR(CheckForCpu(args, config));
   if (args.shape.B == 0 || args.shape.H == 0 || args.shape.S == 0) return Status();
-  const cpu::AttentionKernels& kernels = *cpu::KernelsOf(config.isa).attention;
+  const cpu::AttentionKernels* const bf16 = cpu::Bf16KernelsOf(args, config);
   const int threads = std::max(1, parallel.threads);
-  cpu::AttentionPlan plan(args, config, threads);
+  cpu::AttentionPlan plan(args, config, threads, bf16 != nullptr);
   cpu::AttentionProblem& problem = *plan.problem();
+  const cpu::AttentionKernels& kernels = problem.rounds_to_bf16 ? *bf16 : *cpu::KernelsOf(config.isa).attention;
   const int64_t items = plan.Items();
   const Layout layout = MakeLayout(problem, items, kernels, threads);
   char* base = static_cast<char*>(workspace);
@@ -397,8 +401,8 @@ Status CpuAttention(const AttentionArgs& args, const CpuAttentionConfig& config,
   }
   args.mask.fixed.elements() != nullptr ? RowsOutermost(problem, order) : SortItems(problem, order);
   if (problem.ring_tiles == 0) {
-    problem.packed_keys = reinterpret_cast<float*>(base + layout.keys);
-    problem.packed_values = reinterpret_cast<float*>(base + layout.values);
+    problem.packed_keys = base + layout.keys;
+    problem.packed_values = base + layout.values;
     const int64_t panels = args.shape.G * problem.panels;
     Run(&job, panels, std::clamp<int64_t>(panels / (4 * int64_t{threads}), 1, 64), parallel, Pack);
   }

@@ -17,6 +17,7 @@ constexpr int kPanel = 16;         // keys that are packed side by side, one 64-
 constexpr int kStrip = 6;          // query rows of a register block, as m_r of a BLIS microkernel
 constexpr int kInPlaceStrip = 4;   // query rows that share a pass over the keys of a tile where these are read in place
 constexpr int kMaxTileKeys = 256;  // n
+constexpr int kBf16HeadUnit = 32;  // heads of packed keys in bf16 are padded to a multiple: the depth of a tile of AMX
 constexpr int kKeyBlock = 64;      // keys whose products with a relative table are computed at a time
 
 // The number of keys of a sequence. Later rows of a cache are not read.
@@ -121,8 +122,9 @@ struct AttentionProblem {
   int64_t element_slots = 0;           // tiles of StaticMask::elements that each worker keeps
   bool has_short_pages = false;        // the keys of a tile may lie on several pages: they are never read in place
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
-  float* packed_keys = nullptr;        // ring_tiles = 0: of each sequence [G, its panels, D, kPanel]
-  float* packed_values = nullptr;      // likewise, pack_values: [G, panels, kPanel, Dv rounded up to kPanel]
+  bool rounds_to_bf16 = false;    // products in bf16: keys and values are packed as cpu/attention/bf16_block.h has it
+  void* packed_keys = nullptr;    // ring_tiles = 0: of each sequence [G, its panels, D, kPanel]
+  void* packed_values = nullptr;  // likewise, pack_values: [G, panels, kPanel, Dv rounded up to kPanel]
   // Key blocks are chosen: tiles are blocks of keys, and tile rows divide blocks of queries.
   bool chooses_blocks = false;
   int64_t pooled_panels = 0;              // of all sequences, for each KV head
@@ -141,6 +143,16 @@ struct AttentionProblem {
 // Whether workers count pairs, as SkipCounts.
 STOF_ALWAYS_INLINE bool CountsPairs(const AttentionProblem& problem) {
   return problem.args->scores.skip_threshold > 0.0f || problem.chooses_blocks;
+}
+
+// Bytes of a packed key and a packed value.
+STOF_ALWAYS_INLINE int64_t PackedKeyBytes(const AttentionProblem& problem) {
+  const int64_t size = problem.args->shape.D;
+  return problem.rounds_to_bf16 ? (size + kBf16HeadUnit - 1) / kBf16HeadUnit * kBf16HeadUnit * 2 : size * 4;
+}
+STOF_ALWAYS_INLINE int64_t PackedValueBytes(const AttentionProblem& problem) {
+  const int64_t size = (problem.args->shape.Dv + kPanel - 1) / kPanel * kPanel;
+  return problem.rounds_to_bf16 ? size * 2 : size * 4;
 }
 
 STOF_ALWAYS_INLINE int64_t CountKeyBlocks(const AttentionProblem& problem) {

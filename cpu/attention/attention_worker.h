@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cpu/attention/attention.h"
+#include "cpu/attention/bf16_block.h"
 #include "cpu/attention/register_block.h"
 #include "cpu/attention/scratch.h"
 #include "cpu/simd/convert.h"
@@ -20,7 +21,7 @@ namespace {
 
 template <bool kInPlace>
 class AttentionWorker {
-  static constexpr int kRows = kInPlace ? kInPlaceStrip : kStrip;  // of a strip
+  static constexpr int kRows = kInPlace ? kInPlaceStrip : kStripRows;  // of a strip
   static constexpr int kStrips = kInPlace ? 1 : kStripsPerPass;
   // Panels of packed keys whose scores a block of accumulators holds.
   static constexpr int kBlockPanels = kVectors * kWidth > kPanel ? kVectors * kWidth / kPanel : 1;
@@ -56,7 +57,8 @@ class AttentionWorker {
     query_position_ = args_.sequences.has_queries ? key_position_ : 0;
     group_ = b * args_.shape.G + g_;
     prefetch_.Clear();
-    LoadQueries();
+    if (!kRoundsToBf16 || problem_.relative != nullptr) LoadQueries();
+    if constexpr (kRoundsToBf16) RoundQueries();
     Clear();
     if constexpr (!kInPlace) {
       if (problem_.relative != nullptr) BeginRelative();
@@ -237,11 +239,11 @@ class AttentionWorker {
   };
 
   // ---- a tile ----
-  // What the matmuls of a tile read. Rows in place have the type of keys and values; copied and packed ones are floats.
+  // What the matmuls of a tile read. Rows in place have the type of keys and values; copied ones are floats.
   struct TileRows {
     int64_t key0 = 0;
     int keys = 0;
-    const float* packed = nullptr;  // keys, not in place
+    const Packed* packed = nullptr;  // keys, not in place
     const void* keys_in_place = nullptr;
     DType key_type = DType::kF32, value_type = DType::kF32;
     const void* values = nullptr;
@@ -296,6 +298,8 @@ class AttentionWorker {
       const char* const ahead = first == 0 && IsNextPrefetched() ? KeyRows(next_).At(0) : nullptr;
       if constexpr (kInPlace) {
         AsStored(t.values, t.value_type, [&](const auto* stored) { Values(strips, count, stored, t.ldv, ahead); });
+      } else if constexpr (kRoundsToBf16) {
+        AddRoundedValues(strips, count, static_cast<const Packed*>(t.values));
       } else {
         Values(strips, count, static_cast<const float*>(t.values), t.ldv, ahead);
       }
@@ -366,6 +370,7 @@ class AttentionWorker {
 
   // ---- cpu/attention/scores.h ----
   __attribute__((noinline)) void LoadQueries();
+  __attribute__((noinline)) void RoundQueries();
   int64_t FirstPanel() const {
     const SequenceTiles& sequence = problem_.sequences[b_];
     return sequence.first_panel * args_.shape.G + g_ * sequence.panels;
@@ -376,12 +381,14 @@ class AttentionWorker {
   // everything.
   bool FindMask(int64_t tile, const uint32_t* bits, bool unmasked);
   __attribute__((noinline)) void FindPanels(int keys, Strip* strip) const;
-  const float* PackedTile(int64_t tile) const;
-  const float* PackedValues(int64_t tile) const;
+  const Packed* PackedTile(int64_t tile) const;
+  const Packed* PackedValues(int64_t tile) const;
   template <int kBlock>
   static void StripScores(int rows, const float* q, int64_t ldq, int64_t size, const float* keys, int64_t stride,
                           const float* start, float* s, int64_t lds);
-  void PackedScores(const Strip* strips, int begin, int end, const float* keys) const;
+  template <int kBlock>
+  void BlockScores(const Strip& strip, const Packed* keys, float* s) const;
+  void PackedScores(const Strip* strips, int begin, int end, const Packed* keys) const;
   template <typename Stored>
   void InPlaceScores(const Strip& strip, const Stored* keys, int64_t ldk, const Rows& ahead) const;
   __attribute__((noinline)) void Adjust(const Strip& strip, float* s, int64_t key0, int keys) const;
@@ -404,7 +411,7 @@ class AttentionWorker {
   __attribute__((noinline)) void FillRing(int term, int row, int64_t first, int64_t last) const;
   __attribute__((noinline)) void AddDistanceProducts(int term, const Strip& strip, float* s, int64_t key0) const;
   __attribute__((noinline)) void AddAnyProducts(int term, const Strip& strip, float* s, int64_t key0) const;
-  __attribute__((noinline)) void KeyProducts(int64_t key0, int keys, const float* packed) const;
+  __attribute__((noinline)) void KeyProducts(int64_t key0, int keys, const Packed* packed) const;
   const float* BlockProducts(int64_t first, int64_t last, int64_t key0, int keys, const float* packed) const;
   void RowProducts(int64_t row, int count, int keys, const float* packed, float* to) const;
   __attribute__((noinline)) void DistanceKeyProducts(int first, int last, int64_t key0, int keys, const float* packed,
@@ -450,6 +457,10 @@ class AttentionWorker {
   template <int kHeight, int kBlock, typename Stored>
   void AddBlock(int64_t left, const float* p, const Strip& strip, const Stored* v, int64_t ldv, float* o,
                 const char* ahead) const;
+
+  void AddRoundedValues(const Strip* strips, int count, const Packed* values) const;
+  template <int kBlock>
+  void AddRoundedBlock(int64_t left, const Strip& strip, const Packed* p, const Packed* v, float* o) const;
 
   // ---- cpu/attention/output.h ----
   char* OutputRow(int r) const {

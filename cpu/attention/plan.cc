@@ -51,7 +51,8 @@ bool HasFewQueries(const AttentionArgs& args) {
          (args.shape.S <= kMostFewRows && (args.shape.T >= kManyKeys || args.kv.choice.given()));
 }
 
-AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads) : args_(args) {
+AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads, bool has_bf16)
+    : args_(args), has_bf16_(has_bf16) {
   problem_.args = &args;
   if (const BlockMask* const blocks = args.mask.fixed.blocks()) {
     const BlockMask& mask = *blocks;
@@ -84,6 +85,8 @@ AttentionPlan::AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig
   problem_.sequences = sequences_.data();
   PlanRelativeTables(threads);
 }
+
+void AttentionPlan::RoundToBf16() { problem_.rounds_to_bf16 = problem_.pack_values = true; }
 
 bool AttentionPlan::CanChooseBlocks() const {
   const StaticMask& mask = args_.mask.fixed;
@@ -254,7 +257,9 @@ void AttentionPlan::PlanFewQueries() {
   }
   for (size_t i = 0; i < begins.size(); ++i) kv_splits_[i].begin = split_begins_.data() + begins[i];
   problem_.kv_splits = kv_splits_.data();
-  if (!problem_.in_place) problem_.ring_tiles = rereads_keys ? length : 1;
+  if (problem_.in_place) return;
+  problem_.ring_tiles = rereads_keys ? length : 1;
+  if (has_bf16_) RoundToBf16();
 }
 
 void AttentionPlan::Split(const KeyTileRun* runs, int64_t run_count, int64_t tiles, int64_t count) {
@@ -271,6 +276,7 @@ void AttentionPlan::Split(const KeyTileRun* runs, int64_t run_count, int64_t til
 }
 
 void AttentionPlan::PlanTileRows() {
+  if (has_bf16_) RoundToBf16();
   for (int64_t b = 0; b < args_.shape.B; ++b) {
     SequenceTiles& sequence = sequences_[static_cast<size_t>(b)];
     const int64_t keys = std::min(sequence.last * problem_.n, EndOfKeys(args_, b)) - sequence.first * problem_.n;
@@ -285,8 +291,8 @@ void AttentionPlan::PlanTileRows() {
     tile_items_ += args_.shape.H * CeilDiv(EndOfQueries(args_, b), problem_.m);
   }
   const int64_t most = MostTiles();
-  const int64_t packed = args_.shape.D + (problem_.pack_values ? args_.shape.Dv : 0);
-  if (most * problem_.n * packed * 4 <= kRingBytes) problem_.ring_tiles = std::max<int64_t>(1, most);
+  const int64_t packed = PackedKeyBytes(problem_) + (problem_.pack_values ? PackedValueBytes(problem_) : 0);
+  if (most * problem_.n * packed <= kRingBytes) problem_.ring_tiles = std::max<int64_t>(1, most);
 }
 
 int64_t AttentionPlan::MostTiles() {

@@ -19,8 +19,8 @@ bool HasFewQueries(const AttentionArgs& args);
 // The AttentionProblem of a call, and the arrays that it points to. args must outlive it.
 class AttentionPlan {
  public:
-  // Results do not depend on the number of threads.
-  AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads);
+  // Results do not depend on the number of threads. has_bf16: products may be rounded to bf16, and there are kernels.
+  AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads, bool has_bf16);
   AttentionPlan(const AttentionPlan&) = delete;
   AttentionPlan& operator=(const AttentionPlan&) = delete;
 
@@ -50,11 +50,14 @@ class AttentionPlan {
   // Divides the tiles of a KV head into `count` splits of equal length.
   void Split(const KeyTileRun* runs, int64_t run_count, int64_t tiles, int64_t count);
   void PlanTileRows();
+  // Has keys and values packed in bf16.
+  void RoundToBf16();
   void PlanRelativeTables(int threads);
   // The most key tiles of a tile row. Where the mask lists runs, only a sample of the rows is counted.
   int64_t MostTiles();
 
   const AttentionArgs& args_;
+  const bool has_bf16_;
   AttentionProblem problem_;
   RelativeTables relative_;
   std::vector<KeyTileRun> runs_;  // scratch

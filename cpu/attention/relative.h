@@ -59,7 +59,7 @@ inline void PackTablePanel(const AttentionProblem& problem, const PackedTable& p
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::BeginRelative() {
   const RelativeTables& relative = *problem_.relative;
-  const int64_t strips = (rows_ + kStrip - 1) / kStrip;
+  const int64_t strips = (rows_ + kRows - 1) / kRows;
   for (int term = 0; term < 2; ++term) {
     for (int64_t i = 0; i < strips * relative.key[term].capacity; ++i) scratch_.panels_of[term][i] = -1;
   }
@@ -120,9 +120,9 @@ void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64
   const PackedTable& table = problem_.relative->key[term];
   const HeadTable packed = TableOfHead(table, term);
   const int64_t ld = RingStride(table);
-  int32_t* const tags = scratch_.panels_of[term] + row / kStrip * table.capacity;
+  int32_t* const tags = scratch_.panels_of[term] + row / kRows * table.capacity;
   float* const ring = scratch_.products[term] + row * ld;
-  const int rows = rows_ - row;
+  const int rows = static_cast<int>(Min(kRows, rows_ - row));
   for (int64_t p = first; p < last;) {
     const int64_t slot = p & (table.capacity - 1);
     int run = 0;  // panels that are missing, one behind the other
@@ -138,10 +138,12 @@ void AttentionWorker<kInPlace>::FillRing(int term, int row, int64_t first, int64
     for (int i = 0; i < count; ++i) tags[slot + i] = static_cast<int32_t>(p + i);
     const int64_t at = p * kPanel - table.first;
     float* const to = ring + slot * kPanel;
-    PanelScores(rows, scratch_.q + row * scratch_.ldq, scratch_.ldq, packed.rows + at * args_.shape.D, count, kNoStart,
-                to, ld);
+    for (int r = 0; r < rows; r += kStrip) {
+      PanelScores(rows - r, scratch_.q + (row + r) * scratch_.ldq, scratch_.ldq, packed.rows + at * args_.shape.D,
+                  count, kNoStart, to + r * ld, ld);
+    }
     const float* const row_bias = packed.row_bias == nullptr ? nullptr : packed.row_bias + at;
-    for (int r = 0; r < Min(kStrip, rows); ++r) {
+    for (int r = 0; r < rows; ++r) {
       for (int c = 0; c < count * kPanel && row_bias != nullptr; c += kWidth) {
         Simd::Store(to + r * ld + c, Simd::Add(Simd::Load(to + r * ld + c), Simd::Load(row_bias + c)));
       }
@@ -191,7 +193,7 @@ void AttentionWorker<kInPlace>::AddAnyProducts(int term, const Strip& strip, flo
   const RelativeRows& index = table.table->index;
   const int64_t ld = RingStride(table), mask = table.capacity * kPanel - 1;
   const int rows = static_cast<int>(Min(kRows, rows_ - strip.row));
-  const int32_t* const tags = scratch_.panels_of[term] + strip.row / kStrip * table.capacity;
+  const int32_t* const tags = scratch_.panels_of[term] + strip.row / kRows * table.capacity;
   const auto need = [&](int64_t low, int64_t high) {
     for (int64_t p = low / kPanel; p <= high / kPanel; ++p) {
       if (tags[p & (table.capacity - 1)] != p) FillRing(term, strip.row, p, p + 1);
@@ -228,7 +230,7 @@ void AttentionWorker<kInPlace>::AddAnyProducts(int term, const Strip& strip, flo
 // ---- the products of keys ----
 // Fills scratch_.key_terms with the products of the keys of a tile and the rows that each query of the row tile names.
 template <bool kInPlace>
-void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float* packed) const {
+void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const Packed* packed) const {
   const PackedTable& table = problem_.relative->query;
   const RelativeRows& index = table.table->index;
   const bool is_distance = index.IsStepwiseByKey();
@@ -249,8 +251,9 @@ void AttentionWorker<kInPlace>::KeyProducts(int64_t key0, int keys, const float*
       last = static_cast<int>(Min(row + kRows, rows_));
     }
     if (first < 0) continue;
-    const float* const block = packed + c / kPanel * args_.shape.D * kPanel;
     const int count = static_cast<int>(Min(size, RoundUp(keys, kPanel) - c));
+    const Packed* const packed_block = packed + c / kPanel * PackedKeySize(args_.shape.D) * kPanel;
+    const float* const block = AsFloats(packed_block, count / kPanel, args_.shape.D, scratch_.unpacked_keys);
     if (is_distance) {
       DistanceKeyProducts(first, last, key0 + c, count, block, scratch_.key_terms + c);
     } else {

@@ -11,7 +11,7 @@ namespace stof {
 namespace cpu {
 namespace {
 
-constexpr float kNoStart[kStrip] = {};
+constexpr float kNoStart[kStripRows] = {};
 
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::LoadQueries() {
@@ -36,6 +36,32 @@ void AttentionWorker<kInPlace>::LoadQueries() {
     for (; d < scratch_.ldq; ++d) to[d] = 0.0f;
     for (d = 0; d < scratch_.ldq; d += kWidth) Simd::Store(to + d, Simd::Mul(Simd::Load(from + d), factor));
     if (args_.kv.key_scale.data != nullptr && r < rows_) ScaleRow(args_.kv.key_scale, g_, args_.shape.D, to);
+  }
+}
+
+// Queries as products in bf16 take them: scale comes after the product.
+template <bool kInPlace>
+void AttentionWorker<kInPlace>::RoundQueries() {
+  const char* query =
+      static_cast<const char*>(args_.query.data) + item_size_ * BeginOfQueries(args_, args_.query.stride, b_);
+  const int64_t size = args_.shape.D, padded = PackedKeySize(size);
+  const bool has_scale = args_.kv.key_scale.data != nullptr;
+  for (int r = 0; r < PaddedRows(); ++r) {
+    Bf16* const to = scratch_.rounded_q + r * padded;
+    int64_t d = 0;
+    if (r < rows_) {
+      const char* const row =
+          query + item_size_ * (HeadOf(r) * args_.query.stride.h + (row0_ + QueryOf(r)) * args_.query.stride.s);
+      if (has_scale) {
+        ToFloats(row, args_.shape.dtype, size, scratch_.converted_row);
+        ScaleRow(args_.kv.key_scale, g_, size, scratch_.converted_row);
+        RoundToBf16(scratch_.converted_row, size, to);
+      } else {
+        ToBf16(row, args_.shape.dtype, size, scratch_.converted_row, to);
+      }
+      d = size;
+    }
+    for (; d < padded; ++d) to[d] = 0;
   }
 }
 
@@ -149,13 +175,14 @@ void AttentionWorker<kInPlace>::FindPanels(int keys, Strip* strip) const {
 
 // The packed keys of a tile; with a ring, its values are packed with them.
 template <bool kInPlace>
-inline const float* AttentionWorker<kInPlace>::PackedTile(int64_t tile) const {
-  const int64_t panels = problem_.n / kPanel, size = args_.shape.D * kPanel;
+inline const Packed* AttentionWorker<kInPlace>::PackedTile(int64_t tile) const {
+  const int64_t panels = problem_.n / kPanel, size = PackedKeySize(args_.shape.D) * kPanel;
   if (problem_.ring_tiles == 0) {
-    return problem_.packed_keys + (FirstPanel() + (tile - problem_.sequences[b_].first) * panels) * size;
+    return static_cast<const Packed*>(problem_.packed_keys) +
+           (FirstPanel() + (tile - problem_.sequences[b_].first) * panels) * size;
   }
   const int64_t slot = tile % problem_.ring_tiles, wanted = group_ * problem_.key_tiles + tile;
-  float* const keys = scratch_.ring + slot * panels * size;
+  Packed* const keys = scratch_.ring + slot * panels * size;
   if (scratch_.ring_of[slot] == wanted) return keys;
   scratch_.ring_of[slot] = wanted;
   const int64_t key0 = tile * problem_.n, count = Min(problem_.n, key_end_ - key0);
@@ -164,17 +191,18 @@ inline const float* AttentionWorker<kInPlace>::PackedTile(int64_t tile) const {
     PackKeys(rows.From(p * kPanel), Min(kPanel, count - p * kPanel), args_, scratch_, keys + p * size);
   }
   if (problem_.pack_values) {
-    CopyValues(ValueRows(tile), count, args_, scratch_.ldo, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
+    PackValues(ValueRows(tile), count, args_, scratch_, scratch_.ring_values + slot * problem_.n * scratch_.ldo);
   }
   return keys;
 }
 
 template <bool kInPlace>
-inline const float* AttentionWorker<kInPlace>::PackedValues(int64_t tile) const {
+inline const Packed* AttentionWorker<kInPlace>::PackedValues(int64_t tile) const {
   const int64_t size = problem_.n * scratch_.ldo;
   if (problem_.ring_tiles > 0) return scratch_.ring_values + tile % problem_.ring_tiles * size;
   const int64_t first = problem_.sequences[b_].first;
-  return problem_.packed_values + FirstPanel() * kPanel * scratch_.ldo + (tile - first) * size;
+  return static_cast<const Packed*>(problem_.packed_values) + FirstPanel() * kPanel * scratch_.ldo +
+         (tile - first) * size;
 }
 
 template <bool kInPlace>
@@ -187,10 +215,32 @@ inline void AttentionWorker<kInPlace>::StripScores(int rows, const float* q, int
   Scores<2, kBlock>(q, ldq, size, keys, stride, start, s, lds);
 }
 
+// Scores of a strip with the keys of kBlock vectors of fp32, or kBlock panels of bf16.
 template <bool kInPlace>
-inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const float* keys) const {
-  const int64_t stride = args_.shape.D * kPanel;
-  const int64_t ldq = scratch_.ldq, lds = problem_.n, size = args_.shape.D;
+template <int kBlock>
+inline void AttentionWorker<kInPlace>::BlockScores(const Strip& strip, const Packed* keys, float* s) const {
+  const int64_t size = args_.shape.D, padded = PackedKeySize(size), stride = padded * kPanel, lds = problem_.n;
+  const float* const start = args_.scores.softcap > 0.0f ? kNoStart : scratch_.start + strip.row;
+  const int rows = rows_ - strip.row;
+  if constexpr (!kRoundsToBf16) {
+    StripScores<kBlock>(rows, scratch_.q + strip.row * scratch_.ldq, scratch_.ldq, size, keys, stride, start, s, lds);
+  } else {
+    const Bf16* const q = scratch_.rounded_q + strip.row * padded;
+    const int64_t depth = RoundUp(size, kDepth);
+    const float scale = args_.scores.scale;
+    if (kHasTiles || rows > 4) {
+      return Bf16Scores<kRows, kBlock>(q, padded, depth, keys, stride, scale, start, s, lds);
+    }
+    if constexpr (!kHasTiles) {
+      if (rows > 2) return Bf16Scores<4, kBlock>(q, padded, depth, keys, stride, scale, start, s, lds);
+      Bf16Scores<2, kBlock>(q, padded, depth, keys, stride, scale, start, s, lds);
+    }
+  }
+}
+
+template <bool kInPlace>
+inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int begin, int end, const Packed* keys) const {
+  const int64_t stride = PackedKeySize(args_.shape.D) * kPanel, lds = problem_.n;
   constexpr int kRegisterKeys = kVectors * kWidth;
   uint32_t any = 0;
   for (int i = begin; i < end; ++i) any |= strips[i].active;
@@ -205,24 +255,21 @@ inline void AttentionWorker<kInPlace>::PackedScores(const Strip* strips, int beg
     any &= ~(here << p);
     for (int i = begin; i < end; ++i) {
       uint32_t active = strips[i].active >> p & here;
-      const float* q = scratch_.q + strips[i].row * ldq;
-      const float* start = args_.scores.softcap > 0.0f ? kNoStart : scratch_.start + strips[i].row;
-      const int rows = rows_ - strips[i].row;
       while (active != 0) {
         const int at = __builtin_ctz(active);
         const int run = __builtin_ctz(~(active >> at));
         active &= ~(((1u << run) - 1u) << at);
-        const float* from = keys + (p + at) * stride;
+        const Packed* from = keys + (p + at) * stride;
         float* to = scratch_.s + i * kRows * lds + (p + at) * kPanel;
         if constexpr (kBlockPanels == 1) {
           for (int c = 0; c < kPanel; c += kRegisterKeys) {
-            StripScores<kVectors>(rows, q, ldq, size, from + c, stride, start, to + c, lds);
+            BlockScores<kVectors>(strips[i], from + c, to + c);
           }
         } else {
-          if (run == 4) StripScores<4>(rows, q, ldq, size, from, stride, start, to, lds);
-          if (run == 3) StripScores<3>(rows, q, ldq, size, from, stride, start, to, lds);
-          if (run == 2) StripScores<2>(rows, q, ldq, size, from, stride, start, to, lds);
-          if (run == 1) StripScores<1>(rows, q, ldq, size, from, stride, start, to, lds);
+          if (run == 4) BlockScores<4>(strips[i], from, to);
+          if (run == 3) BlockScores<3>(strips[i], from, to);
+          if (run == 2) BlockScores<2>(strips[i], from, to);
+          if (run == 1) BlockScores<1>(strips[i], from, to);
         }
       }
     }

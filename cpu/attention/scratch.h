@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/attention/attention.h"
+#include "cpu/attention/packed_type.h"
 #include "cpu/attention/red_zone.h"
 #include "cpu/attention/register_block.h"
 #include "cpu/simd/quantized.h"
@@ -16,10 +17,6 @@ namespace cpu {
 namespace {
 
 constexpr float kInf = __builtin_inff();
-// Strips that share one pass over a key tile: their queries, scores and outputs (6 KiB each at D = 64) and a panel of
-// keys (4 KiB) fit the 32 KiB L1, so that keys and values come from L2 once per 24 rows instead of once per 6.
-constexpr int kStripsPerPass = 4;
-
 // Groups of rows of a relative table whose products with keys are kept where rows are named in any order.
 constexpr int kGroupRows = 4, kKeyGroups = 64;
 
@@ -29,17 +26,18 @@ struct Scratch {
   Scratch(const AttentionProblem& problem, void* base)
       : is_sized_alone_(base == nullptr), bytes_(static_cast<char*>(base)) {
     const AttentionArgs& args = *problem.args;
-    const int64_t rows = RoundUp(problem.m * problem.packed_heads, problem.in_place ? kInPlaceStrip : kStrip);
+    const int64_t rows = RoundUp(problem.m * problem.packed_heads, problem.in_place ? kInPlaceStrip : kStripRows);
     const int64_t words = problem.n / 32;
     ldq = RoundUp(args.shape.D, kPanel);
     ldo = RoundUp(args.shape.Dv, kPanel);
     mean_of = Take<int64_t>(1);
     ring_of = Take<int64_t>(problem.ring_tiles);
-    ring = Take<float>(problem.ring_tiles * problem.n * args.shape.D);
-    ring_values = Take<float>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
+    ring = Take<Packed>(problem.ring_tiles * problem.n * PackedKeySize(args.shape.D));
+    ring_values = Take<Packed>(problem.pack_values ? problem.ring_tiles * problem.n * ldo : 0);
     q = Take<float>(rows * ldq);
     o = Take<float>(rows * ldo);
-    s = Take<float>((problem.in_place ? kInPlaceStrip : kStripsPerPass * kStrip) * static_cast<int64_t>(problem.n));
+    s = Take<float>((problem.in_place ? kInPlaceStrip : kStripsPerPass * kStripRows) * static_cast<int64_t>(problem.n));
+    if (kRoundsToBf16) TakeRounded(problem, rows);
     max = Take<float>(rows);
     start = Take<float>(rows);
     top = Take<float>(args.scores.skip_threshold > 0.0f ? rows : 0);
@@ -73,9 +71,15 @@ struct Scratch {
   int64_t ldq, ldo;
   int64_t* mean_of;  // b * G + g of the values whose mean is in `mean`, or -1
   int64_t* ring_of;  // (b * G + g) * key_tiles + tile of the packed keys in a slot of the ring, or -1
-  float *ring, *ring_values, *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
+  Packed *ring, *ring_values;
+  float *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   float* top;             // with a skip threshold: the largest score of each row so far; `max` lags behind
   uint64_t* skip_counts;  // pairs that were scored, and skipped
+  // Of products in bf16.
+  Bf16 *rounded_q = nullptr, *rounded_p = nullptr;  // queries, not times scale: [rows, PackedKeySize]; weights, as s
+  Bf16* rounded_rows = nullptr;                     // rows of keys or values that are being packed
+  float* converted_row = nullptr;
+  float* unpacked_keys = nullptr;  // [D, kPanel] of each panel of a block of kKeyBlock keys
   // Of blocks that are chosen.
   float* pooled_queries = nullptr;  // [kPooledQueriesOfBlock, whole strips, ldq]
   float* pooling_rows = nullptr;    // [kPanel + 1, ldq]
@@ -107,6 +111,16 @@ struct Scratch {
   size_t size;
 
  private:
+  void TakeRounded(const AttentionProblem& problem, int64_t rows) {
+    const AttentionShape& shape = problem.args->shape;
+    const int64_t size = PackedKeySize(shape.D);
+    rounded_q = Take<Bf16>(rows * size);
+    rounded_p = Take<Bf16>(kStripsPerPass * kStripRows * static_cast<int64_t>(problem.n));
+    rounded_rows = Take<Bf16>(Max(kPanel * size, 4 * ldo));
+    converted_row = Take<float>(Max(ldq, ldo));
+    const bool has_key_terms = problem.relative != nullptr && problem.relative->query.table != nullptr;
+    unpacked_keys = Take<float>(has_key_terms ? kKeyBlock * shape.D : 0);
+  }
   void TakePooled(const AttentionProblem& problem) {
     pooled_queries = Take<float>(RoundUp(kPooledQueriesOfBlock, kStrip) * ldq);
     pooling_rows = Take<float>((kPanel + 1) * ldq);
@@ -128,7 +142,7 @@ struct Scratch {
       const PackedTable& table = tables.key[term];
       if (table.table == nullptr) continue;
       products[term] = Take<float>(rows * (table.capacity + 1) * kPanel);
-      panels_of[term] = Take<int32_t>(rows / kStrip * table.capacity);
+      panels_of[term] = Take<int32_t>(rows / kStripRows * table.capacity);
     }
     if (tables.query.table != nullptr) {
       key_terms = Take<float>(rows * problem.n);
@@ -248,6 +262,9 @@ inline void PackKeys(const Rows& from, int64_t count, const AttentionArgs& args,
 // Values of `count` keys, as floats with rows of ldo.
 inline void CopyValues(const Rows& from, int64_t count, const AttentionArgs& args, int64_t ldo, float* to) {
   CopyRows(from, KvType(args.shape), count, args.shape.Dv, ldo, to);
+}
+inline void PackValues(const Rows& from, int64_t count, const AttentionArgs& args, const Scratch& scratch, float* to) {
+  CopyValues(from, count, args, scratch.ldo, to);
 }
 
 }  // namespace

@@ -79,6 +79,8 @@ inline void AttentionWorker<kInPlace>::Weights(const Strip& strip, int rows, con
     float* sum_at = scratch_.sum + (strip.row + r) * kWidth;
     const V offset = Simd::Set1(offsets[r]);
     V sum = Simd::Set1(0.0f);  // of the tile, as in AddValues
+    [[maybe_unused]] Bf16* const rounded = scratch_.rounded_p + (s - scratch_.s) + r * problem_.n;
+    [[maybe_unused]] const bool has_floats = !kRoundsToBf16 || HasRowWeights();
     for (int i = 0; i < strip.run_count; ++i) {
       float* at = s + r * problem_.n + strip.runs[i].first;
       const float* const end = s + r * problem_.n + strip.runs[i].last;
@@ -88,7 +90,8 @@ inline void AttentionWorker<kInPlace>::Weights(const Strip& strip, int rows, con
           V x = Simd::Load(at + j * kWidth);
           if constexpr (kHasOffset) x = Simd::Sub(x, offset);
           const V p = ExpOfScore(x);
-          Simd::Store(at + j * kWidth, p);
+          if constexpr (kRoundsToBf16) StoreRounded(p, rounded + (at - (s + r * problem_.n)) + j * kWidth);
+          if (has_floats) Simd::Store(at + j * kWidth, p);
           sum = Simd::Add(sum, p);
         }
       }
@@ -163,6 +166,39 @@ inline void AttentionWorker<kInPlace>::Values(const Strip* strips, int count, co
         AddBlock<2, kVectors>(left, p, strips[i], v, ldv, o, nullptr);
       }
     }
+  }
+}
+
+// PV of weights and values in bf16.
+template <bool kInPlace>
+inline void AttentionWorker<kInPlace>::AddRoundedValues(const Strip* strips, int count, const Packed* values) const {
+  if constexpr (kRoundsToBf16) {
+    const int64_t vectors = scratch_.ldo / kWidth;
+    for (int64_t d = 0; d < vectors; d += kVectors) {
+      for (int i = 0; i < count; ++i) {
+        if (strips[i].run_count == 0) continue;  // skipped
+        AddRoundedBlock<kVectors>(Min(kVectors, vectors - d), strips[i],
+                                  scratch_.rounded_p + i * kRows * static_cast<int64_t>(problem_.n),
+                                  values + d * kWidth * kDepth, scratch_.o + strips[i].row * scratch_.ldo + d * kWidth);
+      }
+    }
+  }
+}
+
+template <bool kInPlace>
+template <int kBlock>
+inline void AttentionWorker<kInPlace>::AddRoundedBlock(int64_t left, const Strip& strip, const Packed* p,
+                                                       const Packed* v, float* o) const {
+  if (left != kBlock) {
+    if constexpr (kBlock > 1) AddRoundedBlock<kBlock - 1>(left, strip, p, v, o);
+    return;
+  }
+  const int rows = rows_ - strip.row;
+  const int64_t ldp = problem_.n, ldo = scratch_.ldo, ldv = kDepth * ldo;
+  if (kHasTiles || rows > 4) return AddBf16Values<kRows, kBlock>(p, ldp, strip.runs, strip.run_count, v, ldv, o, ldo);
+  if constexpr (!kHasTiles) {
+    if (rows > 2) return AddBf16Values<4, kBlock>(p, ldp, strip.runs, strip.run_count, v, ldv, o, ldo);
+    AddBf16Values<2, kBlock>(p, ldp, strip.runs, strip.run_count, v, ldv, o, ldo);
   }
 }
 

@@ -3,8 +3,10 @@
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
 // rows are interleaved with the FMA loop; the figures are minima. Rows named cold have blocks of keys that hardly
 // count, of which rows named skip leave out what the threshold allows. Rows named choose estimate which blocks matter.
-//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--cpu-time]
-// NAME is an instruction set of plugins/core/base/cpu_isas.h.
+//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--products NAME]
+//   [--cpu-time]
+// --isa: an instruction set of plugins/core/base/cpu_isas.h. --products: fp32, bf16 (AttentionArgs::allow_bf16), or
+// both, which are interleaved.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -275,9 +277,10 @@ void CoolKeys(const Case& what, Row* row) {
   }
 }
 
-void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, Row* row) {
+void Prepare(const Case& what, int threads, int m, int n, CpuIsa isa, bool allow_bf16, Row* row) {
   row->what = &what;
   AttentionArgs& a = row->args;
+  a.allow_bf16 = allow_bf16;
   a.shape = {what.B, what.H, what.G, what.S, what.T, what.D, what.D};
   a.scores.scale = 0.125f;
   a.scores.skip_threshold = what.skip_threshold;
@@ -332,9 +335,11 @@ int Main(int argc, char** argv) {
   std::string rows;
   int threads = 1, rounds = 5, m = 0, n = 0;
   CpuIsa isa = BestCpuIsa();
+  std::string products = "fp32";
   if (argc % 2 == 0 && std::strcmp(argv[argc - 1], "--cpu-time") == 0) counts_cpu_time = true;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--rows") == 0) rows = "," + std::string(argv[i + 1]) + ",";
+    if (std::strcmp(argv[i], "--products") == 0) products = argv[i + 1];
     if (std::strcmp(argv[i], "--threads") == 0) threads = std::atoi(argv[i + 1]);
     if (std::strcmp(argv[i], "--rounds") == 0) rounds = std::atoi(argv[i + 1]);
     if (std::strcmp(argv[i], "--tile") == 0) std::sscanf(argv[i + 1], "%dx%d", &m, &n);
@@ -348,8 +353,11 @@ int Main(int argc, char** argv) {
   std::vector<std::unique_ptr<Row>> table;
   for (const Case& what : kCases) {
     if (!rows.empty() && rows.find("," + std::string(what.name) + ",") == std::string::npos) continue;
-    table.push_back(std::make_unique<Row>());
-    Prepare(what, threads, m, n, isa, table.back().get());
+    for (const bool allow_bf16 : {false, true}) {
+      if (products == (allow_bf16 ? "fp32" : "bf16")) continue;
+      table.push_back(std::make_unique<Row>());
+      Prepare(what, threads, m, n, isa, allow_bf16, table.back().get());
+    }
   }
   ThreadPool pool(threads);
   double fma = 0;
@@ -383,7 +391,8 @@ int Main(int argc, char** argv) {
         8.0 * static_cast<double>(row->args.shape.B * row->args.shape.G * row->args.shape.D) * row->keys;
     char tile[24];
     std::snprintf(tile, sizeof(tile), "%dx%d", row->config.m, row->config.n);
-    std::printf("%-20s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f %9.1f\n", row->what->name, tile, row->best * 1e3,
+    const std::string name = std::string(row->what->name) + (row->args.allow_bf16 ? " bf16" : "");
+    std::printf("%-20s %-8s %10.3f %9.1f %9.1f %8.1f %8.1f %7.1f %7.1f %9.1f\n", name.c_str(), tile, row->best * 1e3,
                 flop * row->pairs, flop * row->tile_pairs, 100 * flop * row->pairs / fma,
                 100 * flop * row->tile_pairs / fma, bytes / row->best * 1e-9,
                 row->read < 1e9 ? 100 * row->read / row->best : 0.0,

@@ -139,6 +139,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         help="write no model whose run is estimated to take more, 4G for instance, at the largest sizes in use",
     )
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
+    group.add_argument(
+        "--allow-bf16",
+        action="store_true",
+        help="let attention compute its matmuls in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
+    )
 
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +207,13 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="measure by how much --sparsify and --sparse-mlp change next tokens: token ids or texts",
+        help="measure by how much --sparsify, --sparse-mlp and --allow-bf16 change next tokens: token ids or texts",
+    )
+    group.add_argument(
+        "--max-error",
+        type=_divergence,
+        metavar="X",
+        help="largest relative RMS error of an attention, against fp64, with which it takes --allow-bf16 (0.01)",
     )
     group.add_argument(
         "--max-kl",
@@ -214,7 +225,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--min-cosine",
         type=_share,
         metavar="X",
-        help="least mean cosine of outputs on --inputs to write a model with skip-scores or choose-blocks (0.999)",
+        help="least mean cosine of outputs on --inputs to write a model with skip-scores, choose-blocks or --allow-bf16 (0.999)",
     )
     group.add_argument(
         "--dequantize-attention",
@@ -318,6 +329,8 @@ def _run(arguments: argparse.Namespace) -> int:
         target=_target(arguments),
         emit=arguments.emit,
         allow_tf32=arguments.allow_tf32,
+        allow_bf16=arguments.allow_bf16,
+        max_error=0.01 if arguments.max_error is None else arguments.max_error,
         json=arguments.json,
         report=arguments.report,
         time=arguments.time,
@@ -359,18 +372,21 @@ def _check_changes(arguments: argparse.Namespace) -> None:
         raise ArgumentError("--sparsify is empty; expected a pattern such as s2:local=16,stride=8")
     if arguments.sparse_mlp == "":
         raise ArgumentError("--sparse-mlp is empty; expected a file of calibration prompts, prompts.npz for instance")
-    changes = arguments.sparsify or arguments.sparse_mlp
-    if arguments.prompts is not None and changes is None:
-        raise ArgumentError("--prompts is for --sparsify and --sparse-mlp, of which none is given")
+    changes = arguments.sparsify or arguments.sparse_mlp or arguments.allow_bf16
+    if arguments.prompts is not None and not changes:
+        raise ArgumentError("--prompts is for --sparsify, --sparse-mlp and --allow-bf16, of which none is given")
+    if arguments.max_error is not None and not arguments.allow_bf16:
+        raise ArgumentError("--max-error is for --allow-bf16, which is not given")
     measured = arguments.prompts or arguments.sparse_mlp
     has_thresholds = any(kind.clause in (arguments.sparsify or "") for kind in KINDS)
-    on_inputs = bool(arguments.inputs) and has_thresholds  # which measure the loss of thresholds
-    on_inputs = on_inputs or (bool(arguments.inputs) and arguments.dequantize_attention)
+    changes_core = has_thresholds or arguments.allow_bf16 or arguments.dequantize_attention
+    on_inputs = bool(arguments.inputs) and changes_core  # which measure the loss of these
     if arguments.float_model is not None and not arguments.dequantize_attention:
         raise ArgumentError("--float-model is for --dequantize-attention; give both")
     if arguments.min_cosine is not None and not on_inputs:
         raise ArgumentError(
-            "--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks, or with --dequantize-attention; give both"
+            "--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks, --allow-bf16 or --dequantize-attention; "
+            "give both"
         )
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
         is_forced = option == "--force" and (on_inputs or arguments.dequantize_attention)

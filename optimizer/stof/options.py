@@ -49,6 +49,8 @@ class OptionArguments(TypedDict, total=False):
     emit: str
     capability: int
     allow_tf32: bool
+    allow_bf16: bool
+    max_error: float
     json: PathLike | None
     report: PathLike | None
     time: bool
@@ -93,6 +95,8 @@ class Options:
             library, on target "cpu".
         capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
+        allow_bf16: attention may compute its matmuls in bf16 with sums in fp32, on CPUs with instructions for it; outputs change.
+        max_error: the largest relative RMS error of an attention, against fp64, with which it takes that.
         json: a file for the report as JSON; "-": standard output.
         report: a file for the report as an HTML page for people.
         time: time the original and the result in ONNX Runtime, once the result is written.
@@ -113,10 +117,10 @@ class Options:
             change.
         sparse_mlp: calibration prompts and how neurons are selected, such as "prompts.npz,kind=svd,active=0.3"; outputs
             change.
-        prompts: token ids or texts on which the loss of ``sparsify`` and ``sparse_mlp`` is measured.
+        prompts: token ids or texts on which the loss of ``sparsify``, ``sparse_mlp`` and ``allow_bf16`` is measured.
         max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
         min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model with
-            skip-scores or choose-blocks is written, or one with ``dequantize_attention``.
+            skip-scores or choose-blocks is written, or one with ``allow_bf16`` or ``dequantize_attention``.
         force: write the model beyond both, too.
         dequantize_attention: attention whose scores or weights are rounded to 8 bits computes in float; outputs change, and
             are held to those of ``float_model`` on ``inputs``, or by ``min_cosine`` to the model's own.
@@ -144,6 +148,8 @@ class Options:
     emit: str = STOF.name
     capability: int = 0
     allow_tf32: bool = False
+    allow_bf16: bool = False
+    max_error: float = 0.01
     json: Path | None = None
     report: Path | None = None
     time: bool = False
@@ -196,6 +202,11 @@ class Options:
 
         if self.float_model is not None and not self.dequantize_attention:
             raise ArgumentError("float_model is for dequantize_attention; give both")
+        if self.allow_bf16 and self.tuned_for is not CPU:
+            raise ArgumentError(
+                f"allow_bf16 is for target {CPU.name!r}, not {self.target!r}: its kernels compute in the model's own type, or in "
+                "TF32 with allow_tf32 on CUDA; leave it out, or convert the model to bf16"
+            )
         if not self.emission.needs_library:
             self._check_standard()
 
@@ -204,6 +215,7 @@ class Options:
         needs = {
             "sparsify": bool(self.sparsify),
             "sparse_mlp": bool(self.sparse_mlp),
+            "allow_bf16": self.allow_bf16,
             "tune": bool(self.tune),
             "chains 'on'": self.chains == "on",
             "unpad_capacity": bool(self.unpad_capacity),
@@ -246,17 +258,8 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("output", "json", "report", "prompts", "float_model", "plan", "save_plan"), or_none(check_path)),
     **dict.fromkeys(
         (
-            *(
-                "allow_tf32",
-                "time",
-                "dry_run",
-                "verify",
-                "force",
-                "ignore_empty_rows",
-                "products",
-                "ignore_measurements",
-            ),
-            "dequantize_attention",
+            *("allow_tf32", "allow_bf16", "time", "dry_run", "verify", "force"),
+            *("ignore_empty_rows", "products", "ignore_measurements", "dequantize_attention"),
         ),
         check_flag,
     ),
@@ -271,6 +274,7 @@ _CHECKS: dict[str, Check] = {
     "unpad_capacity": _check_capacity,
     "explain": or_none(check_text),
     "max_kl": check_number,
+    "max_error": check_number,
     "min_cosine": check_share,
     "shapes": _check_shapes,
     "masks": _check_masks,

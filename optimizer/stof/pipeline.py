@@ -187,6 +187,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
     report_run_time_masks(report, job, stages)
+    if options.allow_bf16:
+        from stof.attention_precision.apply import report_precision
+
+        report_precision(report, job, stages)
     if not report.dry_run and any(s.decided.has_replaced for s in stages):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
@@ -197,8 +201,10 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     masks = job.run_time_masks
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
+    precisions = None if report.attention_precision is None else report.attention_precision.by_plan()
     saved = Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses)
-    _save_plan(replace(saved, dequantizes_attention=options.dequantize_attention), options)
+    saved = replace(saved, dequantizes_attention=options.dequantize_attention, attention_precision=precisions)
+    _save_plan(saved, options)
 
 
 def _refuse_changes_of_optimized(options: Options) -> None:
@@ -207,6 +213,11 @@ def _refuse_changes_of_optimized(options: Options) -> None:
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
+    if options.allow_bf16:
+        raise ArgumentError(
+            "--allow-bf16 is for operators that are written in the same run, and this model was optimized before; give the "
+            "one it was made from"
+        )
     if not options.emission.needs_library:
         raise ArgumentError(
             f"--emit {options.emit} is for a model without stof's operators, and this one was optimized before; give the one "
@@ -223,6 +234,12 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
         raise ArgumentError(
             f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
         )
+    if plan.attention_precision and not options.allow_bf16:
+        name, precision = next(iter(plan.attention_precision.items()))
+        raise ArgumentError(
+            f"the plan computes attention in {precision.name}, that of {name!r} for instance, and "
+            f"{precision.option} is not given; give it, or take attention_precision out of the plan"
+        )
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
@@ -232,7 +249,7 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
     """
     options, read = job.options, dict[str, Path]()
-    if options.prompts is not None and (options.sparsify or options.sparse_mlp):
+    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.allow_bf16):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
         if not has_onnxruntime():
@@ -420,6 +437,10 @@ def _verify_and_write(
     mark_written(report, stages)
     measure = partial(_measure_seconds, report)
     final, job = apply_run_time_masks(report, job, stages, target.parent, user_inputs, measure)
+    if report.attention_precision is not None:
+        from stof.attention_precision.apply import apply_precision
+
+        final = apply_precision(report, job, final, stages, target.parent, user_inputs, measure)
     measure_loss_on_prompts(report, job, stages, final, target, measure)
     hold_to_float(job, final, target.parent, user_inputs, measure)
     report.nodes_after = len(final.graph.node)

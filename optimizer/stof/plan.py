@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stof.arguments.emissions import EMISSIONS, STOF, Emission
+from stof.arguments.precisions import PRECISIONS, Precision
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
@@ -22,6 +23,7 @@ FORMAT = "stof-plan"
 VERSION = 1
 _CLAUSES = "threshold_clauses"
 _DEQUANTIZES = "dequantize_attention"
+_PRECISION = "attention_precision"
 
 
 class PlanEntry(Protocol):
@@ -72,6 +74,8 @@ class Plan:
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
     threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
     dequantizes_attention: bool = False  # it is for --dequantize-attention
+    # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 decides.
+    attention_precision: Mapping[str, Precision] | None = None
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -85,6 +89,8 @@ class Plan:
         data |= {_DEQUANTIZES: True} if self.dequantizes_attention else {}
         data |= {_CLAUSES: list(self.threshold_clauses)} if self.threshold_clauses else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
+        if self.attention_precision is not None:
+            data[_PRECISION] = {name: precision.name for name, precision in self.attention_precision.items()}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
@@ -134,6 +140,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             "sparsity",
             _DEQUANTIZES,
             _CLAUSES,
+            _PRECISION,
             *(kind.plan_key for kind in KINDS),
             *formats,
         },
@@ -158,7 +165,9 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     if any(not isinstance(clause, str) for clause in clauses):
         raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
     dequantizes = fields.take(_DEQUANTIZES, bool, False)
-    return Plan(entries, target, emission, fields.text("sparsity", ""), thresholds, tuple(clauses), dequantizes)
+    precisions = _read_precisions(fields)
+    sparsity = fields.text("sparsity", "")
+    return Plan(entries, target, emission, sparsity, thresholds, tuple(clauses), dequantizes, precisions)
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
@@ -172,6 +181,19 @@ def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
             )
         thresholds[name] = float(value)
     return thresholds
+
+
+def _read_precisions(fields: Fields) -> dict[str, Precision] | None:
+    """The precisions of attentions, by the names of their operators; None: the plan does not decide about them."""
+    if _PRECISION not in fields.data:
+        return None
+    precisions: dict[str, Precision] = {}
+    for name, value in fields.take(_PRECISION, dict, None).items():
+        if not isinstance(value, str) or value not in PRECISIONS:
+            names = " or ".join(quoted(known) for known in PRECISIONS)
+            raise ArgumentError(f"{fields.where} has {_PRECISION}[{name!r}] {quoted(value)}, expected {names}")
+        precisions[name] = PRECISIONS[value]
+    return precisions
 
 
 class Fields:

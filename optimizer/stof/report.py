@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stof.memory.memory_report import MemoryReport
     from stof.prompts.loss import PromptLoss
     from stof.run_facts.facts import RunFacts
+    from stof.sparsify.precision_report import PrecisionReport
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
     from stof.verification.float_distance import DequantizedAttention
@@ -255,6 +256,7 @@ class Report:
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
     dequantized: DequantizedAttention | None = None  # what --dequantize-attention did
+    attention_precision: PrecisionReport | None = None  # what --allow-bf16 did
     emit: str = STOF.name  # what operators are written
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made
@@ -327,6 +329,8 @@ class Report:
         data["converted_opset"] = None if opsets is None else dict(zip(("from", "to"), opsets, strict=True))
         data["sparsify"] = None if self.sparsity is None else self.sparsity.to_json()
         data["dequantize_attention"] = None if self.dequantized is None else self.dequantized.to_json()
+        precision = self.attention_precision
+        data["attention_precision"] = None if precision is None else precision.to_json()
         data["memory"] = None if self.memory is None else self.memory.to_json()
         data["times"] = None if self.times is None else self.times.to_json()
         data["run"] = None if self.facts is None else self.facts.to_json()
@@ -354,6 +358,7 @@ class Report:
         lines += [line for s in sections for line in s.lines()]
         lines += self.sparsity.lines() if self.sparsity is not None else []
         lines += self.dequantized.lines() if self.dequantized is not None else []
+        lines += self.attention_precision.lines() if self.attention_precision is not None else []
         lines += [line for s in sections for line in s.mask_pictures()]
         if self.nodes_after:
             lines += ["", f"nodes: {self.nodes_before} -> {self.nodes_after}"]
@@ -394,6 +399,7 @@ class Report:
         if self.dry_run:
             return self._headline()
         loss = [] if self.sparsity is None else self.sparsity.loss_headlines
+        loss += [] if self.attention_precision is None else self.attention_precision.loss_headlines
         loss += [line for s in self.sections.values() for line in s.loss_headlines]
         return "; ".join([self._headline(), self._verdict(), *loss])
 
@@ -412,11 +418,11 @@ class Report:
         return "verified in part: the original does not run here; sites, types and shapes were compared"
 
     def _headline(self) -> str:
-        sparsity = [] if self.sparsity is None else [self.sparsity.headline]
-        sparsity += [] if self.dequantized is None else [self.dequantized.headline]
+        parts = (self.sparsity, self.dequantized, self.attention_precision)
+        changes = [part.headline for part in parts if part is not None]
         # What changes outputs comes first.
         sections = sorted(self.sections.values(), key=lambda s: not s.changes_outputs)
-        return ", ".join(h for h in (*sparsity, *(s.headline(self.dry_run) for s in sections)) if h)
+        return ", ".join(h for h in (*changes, *(s.headline(self.dry_run) for s in sections)) if h)
 
     @property
     def nothing_to_do(self) -> str:

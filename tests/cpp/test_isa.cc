@@ -2,11 +2,15 @@
 // The list of CPU instruction sets: names, and which ones this machine has.
 #include <cstring>
 #include <iterator>
+#include <optional>
 #include <string>
 
+#include "cpu/attention/bf16_kernels.h"
 #include "cpu/isa.h"
 #include "cpu/kernel_table.h"
+#include "cpu/tile_permission.h"
 #include "cpu/x86_features.h"
+#include "plugins/core/c_api/c_api.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
@@ -38,8 +42,8 @@ TEST(ASetOfAnotherArchitectureLimitsNothing) {
   const CpuIsa best = BestCpuIsaAtMost("");
   CHECK(IsCpuIsaSupported(best) && BestCpuIsaAtMost("portable") == CpuIsa::kPortable);
   CHECK(BestCpuIsaAtMost(CpuIsaName(best)) == best && BestCpuIsaAtMost("none") == best);
-  const char* const x86[] = {"avx2", "avx512", "avx512_vnni", "avx512_vbmi"};
-  const char* const arm[] = {"neon", "neon_dotprod"};
+  const char* const x86[] = {"avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16"};
+  const char* const arm[] = {"neon", "neon_dotprod", "neon_bf16"};
 #if defined(__x86_64__)
   for (const char* name : arm) CHECK(BestCpuIsaAtMost(name) == best, name);
   const char* const least = x86[0];
@@ -67,11 +71,56 @@ TEST(X86FeaturesAsTheCompilerKnowsThem) {
   STOF_SAME("avx512vl");
   STOF_SAME("avx512vnni");
   STOF_SAME("avx512vbmi");
+  STOF_SAME("avx512bf16");
 #undef STOF_SAME
   CHECK(!cpu::HasX86Feature("avx1024"));
-  CountCases(8);
+  CountCases(9);
 }
 #endif
+
+// What the kernel would answer about tile registers, and the requests it got.
+bool has_permission = false, gives_permission = false;
+int requests = 0;
+long AnswerArchPrctl(int code, uint64_t argument) {
+  if (code == 0x1022) {  // ARCH_GET_XCOMP_PERM: x87, SSE and AVX-512 always, data of tiles with a permission
+    const uint64_t features = has_permission ? 0x600e7 : 0x2e7;
+    std::memcpy(reinterpret_cast<void*>(static_cast<uintptr_t>(argument)), &features, sizeof features);
+    return 0;
+  }
+  ++requests;
+  CHECK(code == 0x1023 && argument == 18, code, " ", argument);
+  return gives_permission ? 0 : -1;
+}
+long RefuseArchPrctl(int /*code*/, uint64_t /*argument*/) { return -1; }
+
+TEST(TilesNeedAPermission) {
+  has_permission = gives_permission = false, requests = 0;
+  CHECK(!cpu::AskForTiles(AnswerArchPrctl) && requests == 1);
+  gives_permission = true;
+  CHECK(cpu::AskForTiles(AnswerArchPrctl) && requests == 2);
+  has_permission = true, gives_permission = false;
+  CHECK(cpu::AskForTiles(AnswerArchPrctl) && requests == 2, "a process that has it does not ask again");
+  CHECK(!cpu::AskForTiles(RefuseArchPrctl), "a container may forbid the call");
+  CountCases(4);
+}
+
+TEST(Bf16KernelsOfEachSet) {
+  int kernels = 0;
+  for (int i = 0; i <= static_cast<int>(CpuIsa::kNeonBf16); ++i) {
+    const auto isa = static_cast<CpuIsa>(i);
+    if (!IsCpuIsaSupported(isa) && isa != CpuIsa::kAmxBf16) continue;
+    const std::optional<CpuIsa> found = IsaOfBf16Kernels(isa);
+    CHECK(found.has_value() == (cpu::KernelsOf(isa).attention_bf16 != nullptr), CpuIsaName(isa));
+    if (!found.has_value()) continue;
+    ++kernels;
+    // Without the permission for tiles the set before runs.
+    CHECK(*found == isa || (isa == CpuIsa::kAmxBf16 && !cpu::MayUseTiles() && *found == CpuIsa::kAvx512Bf16),
+          CpuIsaName(isa), ": ", CpuIsaName(*found));
+  }
+  const std::optional<CpuIsa> best = IsaOfBf16Kernels(BestCpuIsa());
+  CHECK(std::string(stof_cpu_bf16_kernel()) == (best.has_value() ? CpuIsaName(*best) : ""));
+  CountCases(kernels + 1);
+}
 
 }  // namespace
 }  // namespace stof::test

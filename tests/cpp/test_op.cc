@@ -668,6 +668,7 @@ TEST(OpRefuses) {
       {"query_offset", [](Problem* p) { p->attributes.ints["query_offset"] = 2; }},
       {"allow_tf32", [](Problem* p) { p->attributes.ints["allow_tf32"] = -1; }},
       {"precision", [](Problem* p) { p->attributes.strings["precision"] = "int4"; }},
+      {"allow_bf16", [](Problem* p) { p->attributes.ints["allow_bf16"] = 2; }},
       {"softcap", [](Problem* p) { p->attributes.floats["softcap"] = -1.0f; }},
       {"softcap", [](Problem* p) { p->attributes.floats["softcap"] = std::nanf(""); }},
       {"scale", [](Problem* p) { p->attributes.floats["scale"] = std::numeric_limits<float>::infinity(); }},

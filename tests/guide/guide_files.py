@@ -150,7 +150,7 @@ def calibration(path: Path) -> None:
 MODEL: dict[str, Callable[[Path], None]] = {"model.onnx": encoder}
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "docs/guide/decoders.md": {"model_folder": genai_folder, "exported": exported_folder},
-    "docs/guide/half-precision.md": MODEL,
+    "docs/guide/half-precision.md": {**MODEL, "texts.npz": feed},
     "docs/guide/options.md": {**MODEL, "exported": exported_folder, "feed.npz": feed, "my_feeds.py": feeds_of_a_module},
     "docs/guide/quickstart.md": MODEL,
     "docs/guide/report.md": {**MODEL, "exported": exported_folder},

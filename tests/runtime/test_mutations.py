@@ -182,6 +182,7 @@ _TYPES = {
     "results": AttributeProto.STRING,
     "allow_tf32": AttributeProto.INT,
     "precision": AttributeProto.STRING,
+    "allow_bf16": AttributeProto.INT,
     "kernel": AttributeProto.STRING,
     "tile": AttributeProto.STRING,
 }

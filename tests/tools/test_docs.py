@@ -18,12 +18,14 @@ from tests.helpers.cpu_isas import CPU_ISAS
 import stof
 from bench.options import make_parser
 from stof import Options, cli, plan
+from stof.arguments.precisions import BF16
 from stof.arguments.threshold_kinds import SKIP_SCORES
 from stof.bench import cli as bench_cli
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
 from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
+from stof.sparsify.precision_report import PrecisionReport, PrecisionRow
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.sparsify.threshold_report import ThresholdReport, ThresholdRow
 from stof.tuning_cache import EarlierMeasurements
@@ -191,6 +193,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
     skip = ThresholdReport((SKIP_SCORES,), [ThresholdRow(SKIP_SCORES, "", 0, False)]).to_json(SKIP_SCORES)
     assert skip is not None
+    precision = PrecisionReport(BF16, 0.01, [PrecisionRow("", 0, "", False)]).to_json()
     sparsified = (
         sparsity,
         sparsity["sites"][0],
@@ -201,6 +204,8 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     )
     objects = (
         *sparsified,
+        precision,
+        precision["layers"][0],
         report,
         *rows,
         *predicted,

@@ -63,6 +63,8 @@ def _summary_part(report: Report) -> str:
     lede = [", ".join(headlines), result_words(report)]
     if report.sparsity is not None:  # outputs change: nothing comes before that
         lede = [report.sparsity.headline, *lede, *map(str.strip, report.sparsity.lines())]
+    if report.attention_precision is not None:
+        lede = [report.attention_precision.headline, *lede, *map(str.strip, report.attention_precision.lines())]
     lede += [line for s in sections for line in s.loss_headlines]
     cards = [_section_card(report, s) for s in sections if s.rows]
     if report.nodes_after:

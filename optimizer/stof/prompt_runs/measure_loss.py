@@ -109,7 +109,7 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
     raise VerifyError(
         f"{changed_by} changes outputs too much: KL divergence {worst.kl:.4g}{of} on {loss.source}, --max-kl allows "
         f"{options.max_kl:g}; next-token agreement is {100 * worst.agreement:.2f} %. Nothing was written; choose a denser "
-        "pattern, a smaller threshold or more neurons, raise --max-kl, or write it anyway with --force"
+        "pattern, a smaller threshold, more neurons or a smaller --max-error, raise --max-kl, or write it anyway with --force"
     )
 
 

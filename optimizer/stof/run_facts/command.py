@@ -56,6 +56,8 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "emit": _value("--emit"),
     "capability": lambda value: [],  # has no option
     "allow_tf32": _flag("--allow-tf32"),
+    "allow_bf16": _flag("--allow-bf16"),
+    "max_error": _number("--max-error"),
     "json": _value("--json"),
     "report": _value("--report"),
     "time": _flag("--time"),

@@ -32,7 +32,9 @@ def measure_loss_on_prompts(
     prompts = job.prompts or next(
         (d.held_out for d in decided if isinstance(d, HoldsPrompts) and d.held_out is not None), None
     )
-    if prompts is None or not (is_sparsified or changed):
+    reduced = report.attention_precision
+    is_reduced = reduced is not None and bool(reduced.reduced)
+    if prompts is None or not (is_sparsified or changed or is_reduced):
         return
     from stof.prompt_runs.measure_loss import check_loss, measure_loss
     from stof.thresholds.apply import counted_skipping
@@ -47,7 +49,10 @@ def measure_loss_on_prompts(
         loss = measure_loss(job.source, final, inputs, prompts, target.parent, job.options)
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
+    if is_reduced and reduced is not None:
+        reduced.loss, reduced.decode_loss = loss.whole, loss.decoded
     for section in changed:
         section.loss = loss
     options = [*(["--sparsify"] if is_sparsified else []), *(["--sparse-mlp"] if changed else [])]
+    options += [reduced.precision.option] if is_reduced and reduced is not None else []
     check_loss(loss, " with ".join(options), job.options)

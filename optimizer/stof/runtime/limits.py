@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
-from stof.runtime.library import op_limits
+from stof.runtime.library import build_info, op_limits
 
 
 def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
@@ -28,3 +28,24 @@ def chooses_pages(op: str, target: str) -> bool:
 def _states(op: str, target: str, limit: str) -> bool:
     """Whether the library states a limit of an operator's kernels as true."""
     return bool(op_limits().get(op, {}).get("targets", {}).get(target, {}).get(limit, False))
+
+
+def takes_attribute(op: str, attribute: str) -> bool:
+    """Whether an attention operator knows an attribute.
+
+    Raises:
+        LibraryError: as of ``leaves_out``.
+    """
+    return attribute in op_limits().get(op, {}).get("attributes", ())
+
+
+def kernel_in_precision(op: str, attribute: str) -> str:
+    """The instructions by which this machine's CPU computes an operator with an attribute of ``stof.arguments.precisions``.
+
+    Empty: it has none, and computes as without the attribute.
+
+    Raises:
+        LibraryError: as of ``leaves_out``.
+    """
+    isa = str(build_info().get("cpu_isa", ""))
+    return isa if takes_attribute(op, attribute) and isa.endswith("bf16") else ""

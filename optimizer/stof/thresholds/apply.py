@@ -18,9 +18,7 @@ from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions, session_environment, take_skip_counts
 from stof.files import temporary_folder
-from stof.op_parts import StatesOutputs
 from stof.op_rewrite import Job
-from stof.options import Options
 from stof.progress import Progress
 from stof.prompt_runs.limits import prompt_limits
 from stof.prompt_runs.measure_loss import measure_loss
@@ -33,6 +31,7 @@ from stof.targets import CPU
 from stof.thresholds.calibrate import Ladder, calibrate
 from stof.thresholds.cosines import CosineMeter
 from stof.thresholds.layers import ThresholdLayer, Thresholds, find_layers, put_thresholds
+from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import LEAST_KEYS, MeasuredSets, find_sets
 from stof.thresholds.runs import ThresholdRuns
 
@@ -168,22 +167,6 @@ def counted_skipping(report: ThresholdReport | None) -> Iterator[None]:
         report.share = None if counts is None or not counts.scored else counts.share
 
 
-def check_cosines(cosines: OutputCosines, options: Options) -> None:
-    """Refuses outputs that are too far from the original's.
-
-    Raises:
-        VerifyError: naming the output and both numbers.
-    """
-    name, cosine = cosines.least
-    if cosine >= options.min_cosine or options.force:
-        return
-    raise VerifyError(
-        f"--sparsify changes outputs too much: the cosine of output {name!r} with the original's is 1 - {1 - cosine:.3g} "
-        f"on {cosines.source}, --min-cosine allows {options.min_cosine:g}. Nothing was written; choose a smaller threshold, "
-        "lower --min-cosine, or write it anyway with --force"
-    )
-
-
 def _stated_thresholds(job: Job, layers: Sequence[ThresholdLayer]) -> dict[ThresholdSite, float]:
     """The thresholds that the plan or the option states.
 
@@ -315,37 +298,5 @@ class _Measurement:
         return self.cosines(model, self.calibrating).loss()
 
     def cosines(self, model: onnx.ModelProto, some: Sequence[int]) -> CosineMeter:
-        """The cosines of a model's outputs with the original's.
-
-        Raises:
-            ArgumentError: when a model does not run on a set.
-            VerifyError: when memory does not suffice.
-        """
-        meter = CosineMeter(self.sets.outputs)
-        try:
-            with temporary_folder(self.folder) as scratch:
-                limits = prompt_limits(self.job.options.verify_memory)
-                sessions = Sessions(self.job.source.parent.resolve(), scratch, limits)
-                original = sessions.make(self._original(), optimized=True, library=False)
-                result = sessions.make(model, optimized=True, library=True)
-                for feed in self.sets.feeds(self.inputs.maker, some):
-                    arrays = feed()
-                    outputs = [session.run(self.sets.outputs, arrays) for session in (original, result)]
-                    meter.add(outputs[0], outputs[1], arrays)
-        except RuntimeFailure as error:
-            raise ArgumentError(f"{self.sets.source}: a model does not run on it: {error}") from error
-        except LimitReached as error:
-            raise VerifyError(f"the loss of thresholds could not be measured: {error}") from error
-        return meter
-
-    def _original(self) -> onnx.ModelProto | Path:
-        """The original, with outputs as options state them."""
-        if self.inputs.original is not None:
-            return self.inputs.original
-        if self.job.sparsity is not None:
-            return self.job.source
-        model = self.job.model
-        for stage in self.stages:
-            if isinstance(stage.op, StatesOutputs):
-                model = stage.op.stated_form(model, stage.decided)
-        return self.job.source if model is self.job.model else model
+        """The cosines of a model's outputs with the original's, as :func:`measure_cosines` has them."""
+        return measure_cosines(self.job, self.stages, self.inputs, self.sets, some, model, self.folder)

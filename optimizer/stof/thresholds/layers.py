@@ -85,7 +85,7 @@ def find_layers(
     Raises:
         ArgumentError: when clauses are for layers that it does not have, or none of those that they are for can do it.
     """
-    by_name = _nodes_by_layer(model)
+    by_name = nodes_by_layer(model)
     clauses = spec.threshold_clauses_of_layers(kind, len(by_name))
     layers = []
     for index, (name, nodes) in enumerate(by_name.items()):
@@ -131,7 +131,7 @@ def _text_attributes(node: onnx.NodeProto) -> dict[str, str]:
 def put_thresholds(model: onnx.ModelProto, thresholds: Thresholds) -> onnx.ModelProto:
     """A copy of a model whose attentions have these thresholds; those of 0 leave out nothing."""
     copy = copy_model(model)
-    nodes = _nodes_by_layer(copy)
+    nodes = nodes_by_layer(copy)
     for kind in KINDS:
         given = {site.name: c for site, c in thresholds.items() if site.kind is kind and c > 0}
         for name, threshold in given.items():
@@ -155,7 +155,7 @@ def add_lse_outputs(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, s
         The output's name by the attention's, for those that can give one.
     """
     outputs: dict[str, str] = {}
-    layers = _nodes_by_layer(model)
+    layers = nodes_by_layer(model)
     main = {id(n) for n in model.graph.node}
     taken = FreshNames(t for n in all_nodes(model.graph.node) for t in n.output)
     for name in names:
@@ -187,7 +187,7 @@ def _can_give_lse(node: onnx.NodeProto) -> bool:
     return "first_position" not in texts.get("operands", "").split() and texts.get("results", "") == ""
 
 
-def _nodes_by_layer(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
+def nodes_by_layer(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
     """The nodes of each attention, by the name of the first one, in the order of the graph.
 
     Fully masked rows that attend by a weaker mask are a second node of the same attention, with the same operands.

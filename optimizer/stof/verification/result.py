@@ -43,6 +43,7 @@ class Comparison:
     comparable: bool = True  # False: runs of the original differ so much that the comparison says nothing
     flips: bool = False  # shapes or whole numbers differ, which a rounding may decide
     shapes: str = ""  # both, where they differ
+    relative_rms: float | None = None  # of the result of a site: its root mean square error over that of fp64
 
     def message(self) -> str:
         """The comparison in a message about its failure."""

@@ -32,6 +32,7 @@ _FLOOR = 1e-6  # of an output's range, what is allowed anyway
 _WIDENED_FLOORS = {int(onnx.TensorProto.FLOAT16): 2e-4, int(onnx.TensorProto.BFLOAT16): 1e-5}
 _WIDENED_FLOOR = 1e-5  # where sites are of no such type
 _SINGLE = int(onnx.TensorProto.FLOAT)
+_MOST_CONSTANT = 16  # elements of a half-precision constant that is kept as it is
 _REFUSED_BY = 0.1  # of the time that is left: what has run so long is not refused
 
 
@@ -155,13 +156,7 @@ class VerifiedModels:
 
     def _half_constants(self) -> dict[str, np.ndarray]:
         inputs = self._verifier.inputs
-        constants = {}
-        for node in inputs.working.graph.node:
-            for name in node.output:
-                array = inputs.symbolic.constant(name) if inputs.symbolic.dtype(name) in HALF else None
-                if array is not None and array.size <= 16:
-                    constants[name] = array
-        return constants
+        return find_half_constants(inputs.working, inputs.symbolic)
 
     def compare_unwidened(self, case: Case, until: float) -> list[Comparison]:
         """Whether a model that is compared widened runs in its own types where the original does, without comparing numbers.
@@ -234,3 +229,14 @@ class VerifiedModels:
         except LimitReached:
             return None
         return None
+
+
+def find_half_constants(model: onnx.ModelProto, symbolic: Symbolic) -> dict[str, np.ndarray]:
+    """Small half-precision tensors that nodes of a model compute, whatever the inputs are, by name."""
+    constants = {}
+    for node in model.graph.node:
+        for name in node.output:
+            array = symbolic.constant(name) if symbolic.dtype(name) in HALF else None
+            if array is not None and array.size <= _MOST_CONSTANT:
+                constants[name] = array
+    return constants

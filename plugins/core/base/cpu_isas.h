@@ -10,20 +10,26 @@
   STOF_HAS_X86("avx512f") && STOF_HAS_X86("avx512bw") && STOF_HAS_X86("avx512dq") && STOF_HAS_X86("avx512vl")
 #define STOF_HAS_AVX512_VNNI STOF_HAS_X86("avx512vnni") && STOF_HAS_AVX512
 #define STOF_HAS_AVX512_VBMI STOF_HAS_X86("avx512vbmi") && STOF_HAS_AVX512_VNNI
+#define STOF_HAS_AVX512_BF16 STOF_HAS_X86("avx512bf16") && STOF_HAS_AVX512_VBMI
+#define STOF_HAS_AMX_BF16 STOF_HAS_X86("amx-tile") && STOF_HAS_X86("amx-bf16") && STOF_HAS_AVX512_BF16
 #define STOF_HAS_NEON STOF_HAS_ARM("neon")
 #define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM("dotprod")
+#define STOF_HAS_NEON_BF16 STOF_HAS_ARM("bf16") && STOF_HAS_NEON_DOTPROD
 
 // A row for each set, ISA(enumerator, name, whether the processor has it): the sets of x86-64, then those of AArch64,
 // each from the least to the best. A set's features include those of the sets of its architecture before it.
 // stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and with which flags: none for a set of
 // another architecture. Of an operator without kernels of its own, a set runs those of the best set before it.
-#define STOF_CPU_ISAS(ISA)                            \
-  ISA(kPortable, portable, true)                      \
-  ISA(kAvx2, avx2, STOF_HAS_AVX2)                     \
-  ISA(kAvx512, avx512, STOF_HAS_AVX512)               \
-  ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI) \
-  ISA(kAvx512Vbmi, avx512_vbmi, STOF_HAS_AVX512_VBMI) \
-  ISA(kNeon, neon, STOF_HAS_NEON)                     \
-  ISA(kNeonDotprod, neon_dotprod, STOF_HAS_NEON_DOTPROD)
+#define STOF_CPU_ISAS(ISA)                               \
+  ISA(kPortable, portable, true)                         \
+  ISA(kAvx2, avx2, STOF_HAS_AVX2)                        \
+  ISA(kAvx512, avx512, STOF_HAS_AVX512)                  \
+  ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI)    \
+  ISA(kAvx512Vbmi, avx512_vbmi, STOF_HAS_AVX512_VBMI)    \
+  ISA(kAvx512Bf16, avx512_bf16, STOF_HAS_AVX512_BF16)    \
+  ISA(kAmxBf16, amx_bf16, STOF_HAS_AMX_BF16)             \
+  ISA(kNeon, neon, STOF_HAS_NEON)                        \
+  ISA(kNeonDotprod, neon_dotprod, STOF_HAS_NEON_DOTPROD) \
+  ISA(kNeonBf16, neon_bf16, STOF_HAS_NEON_BF16)
 
 #endif  // STOF_PLUGINS_CORE_BASE_CPU_ISAS_H_

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the operators take, for callers that choose before they make a node.
+#include <optional>
 #include <string>
 
+#include "cpu/attention/bf16_kernels.h"
 #include "plugins/core/base/activation.h"
 #include "plugins/core/c_api/c_api.h"
 #include "plugins/core/contract/op.h"
@@ -80,4 +82,9 @@ std::string AllLimits() {
 extern "C" const char* stof_op_limits(void) {
   static stof::ProcessWide<const std::string> limits;
   return limits.Get(AllLimits).c_str();
+}
+
+extern "C" const char* stof_cpu_bf16_kernel(void) {
+  const std::optional<stof::CpuIsa> isa = stof::IsaOfBf16Kernels(stof::BestCpuIsa());
+  return isa.has_value() ? stof::CpuIsaName(*isa) : "";
 }

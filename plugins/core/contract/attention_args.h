@@ -230,6 +230,7 @@ struct AttentionArgs {
   AttentionOutput output;
   bool allow_tf32 = false;  // fp32 matmuls may round their operands to TF32
   AttentionPrecision precision = AttentionPrecision::kFull;
+  bool allow_bf16 = false;  // the CPU: matmuls may round their operands to bf16
   const char* kernel = "";  // the CUDA kernel to take where it suits; "" leaves the choice to the library
 };
 

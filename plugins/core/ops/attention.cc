@@ -288,6 +288,7 @@ const OpDescription* AttentionDescription() {
                                                          {"results", AttributeType::kString},
                                                          {"allow_tf32", AttributeType::kInt},
                                                          {"precision", AttributeType::kString, false},
+                                                         {"allow_bf16", AttributeType::kInt, false},
                                                          {"kernel", AttributeType::kString},
                                                          {"tile", AttributeType::kString},
                                                          {"relative_index", AttributeType::kString},

@@ -50,7 +50,7 @@ struct AttentionAttributes {
   std::array<PackedHeads, 3> packed = {};  // query, key, value
   bool query_offset = false;
   EmptyRows empty_rows = EmptyRows::kZero;
-  bool allow_tf32 = false;
+  bool allow_tf32 = false, allow_bf16 = false;
   AttentionPrecision precision = AttentionPrecision::kFull;
   std::string kernel;                 // a hint
   std::vector<std::string> operands;  // roles of inputs 3, 4, ...

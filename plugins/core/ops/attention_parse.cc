@@ -133,6 +133,7 @@ Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* pa
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "query_offset", &a.query_offset));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_tf32", &a.allow_tf32));
   STOF_RETURN_IF_ERROR(ParsePrecision(attributes, &a.precision));
+  STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_bf16", &a.allow_bf16));
   STOF_RETURN_IF_ERROR(ParseSkipThreshold(attributes, &a.skip_threshold));
   STOF_RETURN_IF_ERROR(ParseBlockThreshold(attributes, &a.block_threshold));
   text = "zero";

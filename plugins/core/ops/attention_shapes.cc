@@ -170,6 +170,7 @@ Status BindQueryKeyValue(const AttentionAttributes& attributes, const Tensor* in
   args->mask.empty_rows = attributes.empty_rows;
   args->allow_tf32 = attributes.allow_tf32;
   args->precision = attributes.precision;
+  args->allow_bf16 = attributes.allow_bf16;
   args->kernel = attributes.kernel.c_str();
   return Status();
 }

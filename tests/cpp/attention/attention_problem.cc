@@ -21,8 +21,8 @@ std::string Describe(const Case& c) {
               c.sink, " empty rows ", kPolicies[static_cast<int>(c.empty_rows)], " softcap ", c.softcap, " spread ",
               c.spread, " rising ", c.rising, c.deep ? " deep" : "", " scores ", static_cast<int>(c.scores), " of 2^",
               c.exponent, " poison ", kPoisons[static_cast<int>(c.poison)], " shifted ", c.shifted, " shared pad ",
-              c.pad_shared, c.wild ? " wild" : "", c.tf32 ? " tf32" : "", " ", c.kernel, " tile ", c.m, "x", c.n,
-              " left ", static_cast<int>(c.left));
+              c.pad_shared, c.wild ? " wild" : "", c.bf16 ? " bf16" : "", c.tf32 ? " tf32" : "", " ", c.kernel,
+              " tile ", c.m, "x", c.n, " left ", static_cast<int>(c.left));
 }
 const char* MaskText(int mask) {
   static constexpr const char* kTexts[kMasks] = {"",
@@ -329,6 +329,10 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
   dense.softcap = static_cast<double>(c.softcap);
   dense.empty_rows = c.empty_rows;
   const DType drawn = c.tf32 ? DType::kF16 : c.dtype;
+  // Short numbers of every type are numbers of bf16, too.
+  const auto shorten = [&](std::vector<double>* values) {
+    for (double& x : *values) x = c.bf16 ? Rounded(c.dtype, Rounded(DType::kBF16, x)) : x;
+  };
   dense.query = DrawValues(random, drawn, c.B * c.H * c.S * c.D, static_cast<double>(c.spread));
   dense.key = DrawValues(random, drawn, c.B * c.G * c.T * c.D, 1);
   dense.value = DrawValues(random, drawn, c.B * c.G * c.T * c.Dv, 1);
@@ -349,6 +353,7 @@ Dense DrawDense(const Case& c, const MaskData& data, const BiasTensor& bias, Ran
     }
   }
   if (c.scores != Scores::kDrawn) DrawScores(c, random, &dense);
+  for (std::vector<double>* values : {&dense.query, &dense.key, &dense.value}) shorten(values);
   if (c.wild) {
     for (double& x : dense.query) x *= 0x1p-40;
     for (double& x : dense.key) x *= 0x1p40;
@@ -397,6 +402,7 @@ void Compare(const Case& c, const Dense& dense, const Answer& answer, Strided* o
     const double got = LoadFloat(c.dtype, at);
     const double want = answer.output[i];
     double tolerance = Tolerance(c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest, want);
+    if (c.bf16) tolerance += CudaTolerance(DType::kBF16, answer.magnitude[static_cast<size_t>(row)], c.T, largest);
     if (c.cuda)
       tolerance +=
           CudaTolerance(c.tf32 ? DType::kF16 : c.dtype, answer.magnitude[static_cast<size_t>(row)], c.T, largest);
@@ -461,6 +467,7 @@ AttentionArgs MakeArgs(const Case& c, const Strided& query, const Strided& key, 
   args.scores.softcap = c.softcap;
   args.mask.empty_rows = c.empty_rows;
   args.allow_tf32 = c.tf32;
+  args.allow_bf16 = c.bf16;
   args.kernel = c.kernel;
   return args;
 }

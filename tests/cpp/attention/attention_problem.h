@@ -63,6 +63,7 @@ struct Case {
   bool cuda = false;        // rows begin at multiples of 16 bytes, and weights are rounded to dtype
   const char* kernel = "";  // the name of the kernel to run
   bool tf32 = false;        // fp32 with matmuls rounded as in TF32; inputs are rounded beforehand
+  bool bf16 = false;        // products may be computed in bf16; inputs are rounded beforehand
   bool wild = false;        // fp32: small queries, large keys, and values of padded keys that are huge
   int m = 0, n = 0;         // 0: as the library chooses
   Left left = Left::kNothing;

@@ -134,6 +134,7 @@ inline MapAttributes PackedAttributes(const PackedCase& c, const std::string& op
   attributes.strings["empty_rows"] = kPackedPolicies[c.empty_rows];
   attributes.strings["layout"] = "BSN";
   attributes.strings["operands"] = operands;
+  attributes.ints["allow_bf16"] = c.dtype != DType::kF32 && c.H % 2 == 0 ? 1 : 0;
   attributes.ints["num_heads"] = c.H, attributes.ints["kv_num_heads"] = c.G;
   return attributes;
 }

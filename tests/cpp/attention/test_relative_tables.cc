@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "cpu/kernel_table.h"
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/attention/packed_cases.h"
 #include "tests/cpp/attention/relative_problem.h"
@@ -78,6 +79,10 @@ void RunTable(CpuIsa isa) {
   const std::vector<RelativeCase> drawn = DrawnRelativeCases(Cases(300));
   cases.insert(cases.end(), drawn.begin(), drawn.end());
   for (size_t i = 0; i < cases.size(); ++i) {
+    RunCase(cases[i], isa, i, pool.view());
+    CountCases(1);
+    if (cpu::KernelsOf(isa).attention_bf16 == nullptr || i % 3 != 0) continue;
+    cases[i].base.bf16 = true;
     RunCase(cases[i], isa, i, pool.view());
     CountCases(1);
   }

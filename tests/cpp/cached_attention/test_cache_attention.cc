@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/cached_attention/append.h"
+#include "cpu/kernel_table.h"
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/host/thread_pool.h"
 #include "plugins/core/mask/cached_mask.h"
@@ -262,7 +263,9 @@ class Step {
             const double got =
                 LoadFloat(c_.dtype, &output_[static_cast<size_t>((((b * c_.S + i) * c_.H + h) * c_.D + d) * item_)]);
             if (std::isnan(want) && std::isnan(got)) continue;
-            const double most = Tolerance(c_.dtype, answer.magnitude[static_cast<size_t>(row)], args.shape.T, 2, want);
+            const double magnitude = answer.magnitude[static_cast<size_t>(row)];
+            double most = Tolerance(c_.dtype, magnitude, args.shape.T, 2, want);
+            if (args.allow_bf16) most += CudaTolerance(DType::kBF16, magnitude, args.shape.T, 2);
             CHECK(std::abs(got - want) <= most, where, " b ", b, " h ", h, " query ", i, " element ", d, ": ", got,
                   ", expected ", want);
           }

@@ -130,7 +130,7 @@ class Chooser {
 }  // namespace
 
 SkipChoice ChooseTiles(const Dense& problem, const AttentionArgs& args, const CpuAttentionConfig& config, int threads) {
-  cpu::AttentionPlan plan(args, config, threads);
+  cpu::AttentionPlan plan(args, config, threads, false);
   const cpu::AttentionProblem& split = *plan.problem();
   Chooser chooser(problem, args, config);
   std::vector<QueryRow> rows;

@@ -12,13 +12,14 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.arguments.precisions import Precision, precision_of
 from stof.attention.checks.row_sample import RowSample, choose_rows
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
 from stof.graph.node_fields import plain_attributes_of
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite, EmptyRows, Layout, Operand, heads_in_one
 from stof.runtime.library import LibraryError, Op
-from stof.verification.array_distance import ulp_of_largest
+from stof.verification.array_distance import relative_rms, ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.result import Comparison, Coverage
 
@@ -73,7 +74,8 @@ def compare_site(
     except (LibraryError, ValueError) as error:  # what the operator refuses, and arrays that the library does not read
         return Comparison(f"site {site.name!r}", np.inf, 0.0, False, site.name, str(error))
     all_keys = EmptyRows.ALL.value in policies
-    return compare_result(site, mine, arrays, computed, ignore_empty_rows, has_all_policy=all_keys)
+    precision = next(filter(None, (precision_of(plain_attributes_of(call.node)) for call in calls)), None)
+    return compare_result(site, mine, arrays, computed, ignore_empty_rows, has_all_policy=all_keys, precision=precision)
 
 
 def result_in_heads(site: AttentionSite, arrays: Mapping[str, np.ndarray], output: np.ndarray) -> np.ndarray:
@@ -90,6 +92,7 @@ def compare_result(
     ignore_empty_rows: bool,
     *,
     has_all_policy: bool,
+    precision: Precision | None = None,
 ) -> Comparison:
     """A result [B, H, S, Dv] beside fp64 on the tensors of ``arrays``, and beside what the original computed.
 
@@ -103,6 +106,7 @@ def compare_result(
         computed: its output in the original.
         ignore_empty_rows: fully masked rows may differ.
         has_all_policy: fully masked rows attend all keys by their scores.
+        precision: in which its products may be computed; None: that of the site.
     """
     captured = site, arrays
     site, arrays = _multiply_query(site, arrays)
@@ -132,6 +136,9 @@ def compare_result(
     target = np.where(rows[..., None], exact, rest)
     good = np.isfinite(baseline) & np.isfinite(target)
     errors = np.abs(mine.astype(np.float64) - target)
+    rms = relative_rms(mine, target, good)
+    if precision is not None:
+        errors = np.minimum(errors, _errors_in_precision((site, arrays), sample, mine, precision))
     baseline_errors = np.abs(baseline.astype(np.float64) - target)
     ulps = _ULPS * ulp_of_largest(original, original.dtype)
     parts = (good & rows[..., None], good & ~rows[..., None]) if soft else (good,)
@@ -147,7 +154,25 @@ def compare_result(
     coverage = Coverage(compared, baseline.size - compared - ignored, ignored, left_out=total - baseline.size)
     if sample is not None:
         coverage = replace(coverage, sampled_rows=baseline[..., 0].size, all_rows=int(np.prod(shape[:3])))
-    return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage)
+    return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage, relative_rms=rms)
+
+
+def _errors_in_precision(
+    multiplied: tuple[AttentionSite, Mapping[str, np.ndarray]],
+    sample: RowSample | None,
+    mine: np.ndarray,
+    precision: Precision,
+) -> np.ndarray:
+    """How far a result is from the definition that rounds as kernels of a precision do, beyond what these may differ by."""
+    site, arrays = multiplied
+    rounded = site_exactly(site, arrays, sample=sample, precision=precision).output
+    values = heads_in_layout(_lay_out(arrays, site.value), site.value.layout, site.kv_num_heads)
+    largest = np.abs(np.where(np.isfinite(values), values, 0)).max((2, 3), initial=0.0).astype(np.float64)
+    heads = sample.heads if sample is not None else np.arange(site.num_heads)
+    slack = precision.slack * largest[:, heads // (site.num_heads // site.kv_num_heads), None, None]
+    away = np.abs(mine.astype(np.float64) - rounded)
+    errors: np.ndarray = np.where(np.isfinite(away), np.maximum(away - slack, 0.0), np.inf)
+    return errors
 
 
 def _run_calls(
@@ -246,12 +271,15 @@ def site_exactly(
     dtype: type[np.floating[Any]] = np.float64,
     sample: RowSample | None = None,
     stride: int = 1,
+    precision: Precision | None = None,
 ) -> Exact:
     """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
-    Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds
-    to the scores, never the lifted expression.
+    Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds to the scores, never
+    the lifted expression. With a precision, the operands of both products are rounded to it, as docs/reference/operators.md
+    has it; a row is divided by the sum of unrounded weights.
     """
+    narrow = np.asarray if precision is None else precision.round
     pick = sample.pick if sample is not None else np.asarray
     heads = sample.heads if sample is not None else np.arange(site.num_heads)
     q = pick(heads_in_layout(_lay_out(arrays, site.query), site.query.layout, site.num_heads)).astype(dtype)
@@ -259,7 +287,7 @@ def site_exactly(
     k = heads_in_layout(_lay_out(arrays, site.key), site.key.layout, site.kv_num_heads)[:, shared].astype(dtype)
     v = heads_in_layout(_lay_out(arrays, site.value), site.value.layout, site.kv_num_heads)[:, shared].astype(dtype)
     order = np.argsort(np.arange(q.shape[-1]) * stride % max(q.shape[-1], 1), kind="stable")
-    scores = np.matmul(q[..., order], k[..., order].swapaxes(2, 3)) * dtype(site.scale)
+    scores = np.matmul(narrow(q[..., order]), narrow(k[..., order]).swapaxes(2, 3)) * dtype(site.scale)
     if site.query_factor is not None:
         factor = pick(arrays[site.query_factor[1]]).astype(dtype)
         scores = scores * factor if site.query_factor[0] == "Mul" else scores / factor
@@ -283,10 +311,11 @@ def site_exactly(
         scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:3], 1))], axis=-1)
     with np.errstate(all="ignore"):
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        sums = weights.sum(-1, keepdims=True)
+        weights = narrow(weights) / sums
     weights = weights[..., : k.shape[2]]
     odd = ~np.isfinite(v)
-    output = np.matmul(weights, np.where(odd, dtype(0), v))
+    output = np.matmul(weights, narrow(np.where(odd, dtype(0), v)))
     if odd.any():
         counts = ~leaks | (weights != 0)
         output[np.matmul(counts.astype(np.float32), odd.astype(np.float32)) > 0] = np.nan

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stof.arguments.precisions import Precision
 from stof.cached_attention.node_site import NodeSite
 from stof.sparsify.patterns import Pattern
 
@@ -33,6 +34,7 @@ class AttentionStep:
         epsilon: of the norms.
         pattern: a declared condition on (h, q, k) besides; None: none.
         tables: what the operator's mask looks up, from table0 on; nothing here reads them.
+        precision: to which the operands of both products are rounded; None: they are not.
     """
 
     num_heads: int
@@ -50,6 +52,7 @@ class AttentionStep:
     epsilon: float = 1e-6
     pattern: Pattern | None = None
     tables: tuple[np.ndarray, ...] = ()
+    precision: Precision | None = None
 
     @property
     def attention(self) -> dict[str, Any]:

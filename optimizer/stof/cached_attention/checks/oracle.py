@@ -188,7 +188,10 @@ def _attend(
     # Heads of one group lie beside each other.
     grouped = query.reshape(len(keys), -1, size)
     scale = dtype(step.scale or 1.0 / np.sqrt(size))
-    scores = np.matmul(grouped, keys.swapaxes(1, 2)).reshape(heads, queries, -1) * scale
+    key_scale, value_scale = (_factor_of(step, x, len(keys), dtype) for x in (step.key_scale, step.value_scale))
+    narrow = np.asarray if step.precision is None else step.precision.round
+    products = np.matmul(narrow(grouped * key_scale), narrow(keys / key_scale).swapaxes(1, 2))
+    scores = products.reshape(heads, queries, -1) * scale
     if step.softcap:
         scores = dtype(step.softcap) * np.tanh(scores / dtype(step.softcap))
     if step.bias is not None:
@@ -203,8 +206,18 @@ def _attend(
         pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns, **run) for h in range(heads)])
     scores = np.where(pairs, scores, -np.inf)
     weights = _weights(scores, step, dtype).reshape(len(keys), -1, keys.shape[1])
-    attended: np.ndarray = np.matmul(weights, values).reshape(heads, queries, size)
+    attended: np.ndarray = (np.matmul(weights, narrow(values / value_scale)) * value_scale).reshape(
+        heads, queries, size
+    )
     return attended
+
+
+def _factor_of(step: CacheStep, scale: np.ndarray | None, groups: int, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """What queries and outputs are multiplied by where products are rounded, in place of keys and values of quantized caches."""
+    if step.precision is None or scale is None:
+        return np.ones(1, dtype)
+    factor = scale_of(scale, groups).astype(dtype)
+    return np.where(factor == 0, dtype(1), factor)  # keys are 0 there
 
 
 def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floating[Any]]) -> np.ndarray:
@@ -222,7 +235,7 @@ def _find_allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) ->
 
 
 def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]]) -> np.ndarray:
-    """The softmax of scores [H, S, T]; rows without an allowed key are 0."""
+    """The softmax of scores [H, S, T]; rows without an allowed key are 0. A row is divided by the sum of unrounded weights."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     sink = None if step.sink is None else step.sink.astype(dtype).reshape(-1, 1, 1)
     if sink is not None:
@@ -232,6 +245,8 @@ def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]])
     total = weights.sum(-1, keepdims=True)
     if sink is not None:
         total = total + np.exp(sink - top)
+    if step.precision is not None:
+        weights = step.precision.round(weights)
     return np.asarray(weights / np.where(total > 0, total, dtype(1)))
 
 

@@ -14,8 +14,10 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.arguments.precisions import precision_of
 from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.contract_comparison import (
+    NarrowResult,
     compare_original,
     compare_with_contract,
     make_failure,
@@ -33,6 +35,7 @@ from stof.execution.runtime_faults import RuntimeFault
 from stof.graph.node_fields import PlainValue, input_of
 from stof.runtime.library import LibraryError, Op
 from stof.symbolic import Symbolic
+from stof.verification.array_distance import relative_rms
 from stof.verification.model_inputs import ModelInputs
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison
@@ -154,10 +157,16 @@ def _compare_step(site: PagedSite, attributes: Mapping[str, PlainValue], step: P
         result = run_paged_step(attributes, step)
     except LibraryError as error:
         return [make_failure(site, str(error))]
+    narrow, precision = None, precision_of(attributes)
+    if precision is not None:
+        output = compute_paged_step(replace(step, precision=precision), storage=dtype).output
+        narrow = NarrowResult.of(precision, output, exact.value_cache)
     results = []
     for name in ("output", "key_cache", "value_cache"):
         mine, wanted, rounded = (getattr(x, name) for x in (result, exact, single))
-        results.append(compare_with_contract(site, name, mine, wanted, rounded, dtype))
+        is_output = name == "output"
+        compared = compare_with_contract(site, name, mine, wanted, rounded, dtype, narrow=narrow if is_output else None)
+        results.append(replace(compared, relative_rms=relative_rms(mine, wanted) if is_output else None))
     return results
 
 

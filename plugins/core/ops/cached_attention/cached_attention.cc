@@ -211,6 +211,7 @@ AttentionArgs CachedAttentionOp::AttentionOf(const Step& step, int64_t keys) con
   args.scores.diagonal.first_rows = a.first_row;
   args.output.data = step.output;
   args.output.stride = {a.S * a.H * a.D, a.D, a.H * a.D};
+  args.allow_bf16 = attributes_.allow_bf16;
   args.kernel = attributes_.kernel.c_str();
   return args;
 }
@@ -426,7 +427,7 @@ const OpDescription* CachedAttentionDescription() {
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
       {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
       {"chosen_pages", AttributeType::kInt},      {"page_rows", AttributeType::kInt},
-      {"block_threshold", AttributeType::kFloat}};
+      {"block_threshold", AttributeType::kFloat}, {"allow_bf16", AttributeType::kInt}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofCachedAttention";

@@ -49,6 +49,7 @@ struct CachedAttentionAttributes {
   float softcap = 0.0f;
   float skip_threshold = 0.0f;
   float block_threshold = 0.0f;
+  bool allow_bf16 = false;
   int64_t num_heads = 0;
   int64_t kv_num_heads = 0;
   bool do_rotary = false;

@@ -213,6 +213,7 @@ Status PagedAttentionOp::Run(const Tensor* inputs, int input_count, const Tensor
 
 Status PagedAttentionOp::BindAttention(const Inputs& inputs, const CachedMask& mask, PagedRun* run) const {
   if (mask.is_range) run->append.window_left = mask.window_left;
+  run->allow_bf16 = attributes_.common.allow_bf16;
   run->kernel = attributes_.common.kernel.c_str();
   const CacheAppendArgs& a = run->append.tokens;
   run->scores = ScoresOf(attributes_.common, a.D);
@@ -263,13 +264,13 @@ std::vector<OpLimit> ListLimits(Target target, DType dtype) {
 
 const OpDescription* PagedAttentionDescription() {
   static constexpr AttributeDescription kAttributes[] = {
-      {"mask", AttributeType::kString},          {"mask_id", AttributeType::kInt},
-      {"scale", AttributeType::kFloat},          {"softcap", AttributeType::kFloat},
-      {"num_heads", AttributeType::kInt},        {"kv_num_heads", AttributeType::kInt},
-      {"do_rotary", AttributeType::kInt},        {"rotary_interleaved", AttributeType::kInt},
-      {"rotary_offset", AttributeType::kInt},    {"qk_norm_epsilon", AttributeType::kFloat},
-      {"kernel", AttributeType::kString},        {"skip_threshold", AttributeType::kFloat},
-      {"block_threshold", AttributeType::kFloat}};
+      {"mask", AttributeType::kString},           {"mask_id", AttributeType::kInt},
+      {"scale", AttributeType::kFloat},           {"softcap", AttributeType::kFloat},
+      {"num_heads", AttributeType::kInt},         {"kv_num_heads", AttributeType::kInt},
+      {"do_rotary", AttributeType::kInt},         {"rotary_interleaved", AttributeType::kInt},
+      {"rotary_offset", AttributeType::kInt},     {"qk_norm_epsilon", AttributeType::kFloat},
+      {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
+      {"block_threshold", AttributeType::kFloat}, {"allow_bf16", AttributeType::kInt}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofPagedAttention";

@@ -32,6 +32,7 @@ struct PagedRun {
   PagedAppendArgs append;
   ScoreArgs scores;
   void* output = nullptr;  // [N, H * D]
+  bool allow_bf16 = false;
   const char* kernel = "";
   bool has_query_copy = false;  // rotary embedding or norm: queries are not read in place
   // Bounds of attention_metadata, 0: unknown.

@@ -64,6 +64,7 @@ AttentionArgs ArgsOf(const PagedRun& run, int64_t B, int64_t S, int64_t T, const
   args.shape = {B, a.H, a.G, S, T, a.D, a.D, a.dtype};
   args.scores = run.scores;
   args.scores.diagonal.first_rows = first_rows;
+  args.allow_bf16 = run.allow_bf16;
   args.kernel = run.kernel;
   return args;
 }

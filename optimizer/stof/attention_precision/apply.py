@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets attentions of an optimized model compute in reduced precision where their errors are small, and measures the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import onnx
+
+from stof.arguments.precisions import BF16, Precision
+from stof.attention_precision.errors import SiteError, measure_errors
+from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
+from stof.errors import ArgumentError
+from stof.execution.given_inputs import GivenFeed
+from stof.op_rewrite import Job
+from stof.options import Options
+from stof.prompt_runs.switched_off import draw_unpadded
+from stof.report import Report
+from stof.sparsify.precision_report import PrecisionReport, PrecisionRow
+from stof.sparsify.threshold_report import OutputCosines
+from stof.stages import Stage, find_model_inputs
+from stof.thresholds.measure_cosines import check_cosines, measure_cosines
+from stof.thresholds.measured_sets import MeasuredSets, find_sets
+
+Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the report
+
+_MOST_SETS = 4  # whose errors are measured: the longest
+_MOST_DRAWN = 2
+
+
+def allowed_precision(options: Options) -> Precision | None:
+    """The precision that options allow attentions to compute in; None: none below that of their inputs."""
+    return BF16 if options.allow_bf16 else None
+
+
+def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> PrecisionReport | None:
+    """Has the report say which attentions may compute in reduced precision, before errors are measured; gives that part of it.
+
+    Raises:
+        ArgumentError: when the library does not know it, or the plan is of another model.
+    """
+    precision = allowed_precision(job.options)
+    if precision is None:
+        return None
+    check_library(precision)
+    found = report.attention_precision = PrecisionReport(precision, job.options.max_error)
+    if not any(s.decided.has_replaced for s in stages):
+        return found
+    planned = None if job.plan is None else job.plan.attention_precision
+    names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
+    rows = find_precision_rows(stages[-1].written, stages[-1].facts, precision, names)
+    found.rows = rows
+    return found
+
+
+def apply_precision(
+    report: Report,
+    job: Job,
+    model: onnx.ModelProto,
+    stages: Sequence[Stage],
+    folder: Path,
+    user_inputs: Sequence[GivenFeed],
+    measure: Measure,
+) -> onnx.ModelProto:
+    """A model whose attentions may compute in the precision that options allow; itself where none does.
+
+    Args:
+        report: gets errors, and cosines where there are inputs.
+        job: the optimization.
+        model: the last stage's, perhaps with run-time masks.
+        stages: whose model it is, verified in full precision.
+        folder: for temporary files.
+        user_inputs: the user's sets of inputs.
+        measure: times a step.
+
+    Raises:
+        ArgumentError: for prompts and inputs that the model does not run on.
+        VerifyError: when memory does not suffice, or cosines are below ``--min-cosine``.
+    """
+    found = report_precision(report, job, stages)  # again: verification may have dropped rewrites
+    if found is None:
+        return model
+    found.is_decided = True
+    if not found.reduced:
+        return model
+    sets = find_sets(job.model, job.prompts, user_inputs)
+    is_drawn = sets is None
+    with measure("errors"):
+        measured = sets or _draw_sets(job, stages)
+        if measured is not None:
+            _measure_errors(found, job, stages, measured, folder, is_drawn=is_drawn)
+    if any(row.reduced and not row.kernel for row in found.rows):
+        found.warnings.append(
+            f"this machine has no {found.precision.name} kernel: errors and loss, where measured, are those of full precision"
+        )
+    if not found.reduced:
+        return model
+    reduced = put_precision(model, found.precision, found.reduced)
+    if sets is not None and not sets.prompts:
+        every = list(range(sets.count))
+        with measure("inputs"):
+            meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+        found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())
+        check_cosines(found.cosines, job.options, found.precision.option)
+    return reduced
+
+
+def _draw_sets(job: Job, stages: Sequence[Stage]) -> MeasuredSets | None:
+    """Drawn inputs, for models without any of the user's; None without verification, which draws as well."""
+    if not job.options.verify:
+        return None
+    feeds = tuple(islice(draw_unpadded(find_model_inputs(job, stages)), _MOST_DRAWN))
+    return MeasuredSets("drawn inputs", "set", len(feeds), (), (), inputs=feeds) if feeds else None
+
+
+def _measure_errors(
+    found: PrecisionReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path, *, is_drawn: bool
+) -> None:
+    """Gives rows their errors; those whose error is too large keep full precision, unless a plan decides."""
+    some = sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
+    try:
+        measured = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
+    except ArgumentError as error:
+        if not is_drawn:
+            raise
+        found.warnings.append(f"errors are not measured: {error}")
+        return
+    found.measured_on = sets.describe(some)
+    if measured.tokens:
+        found.measured_on = f"the first {measured.tokens} tokens of {found.measured_on}"
+    is_planned = job.plan is not None and job.plan.attention_precision is not None
+    found.rows = [
+        _judge(row, measured.sites.get(row.node, SiteError()), found.max_error, is_planned=is_planned)
+        if row.reduced
+        else row
+        for row in found.rows
+    ]
+    unknown = sum(row.reduced and row.relative_rms is None for row in found.rows)
+    if unknown:
+        found.warnings.append(f"the error of {unknown} attentions is not known: they lie in subgraphs, or compute 0")
+
+
+def _judge(row: PrecisionRow, error: SiteError, bound: float, *, is_planned: bool) -> PrecisionRow:
+    """A row with its error, and in full precision where that is too large."""
+    reason = ""
+    if error.fault:
+        reason = f"it differs from the definition that rounds as its kernels do: {error.fault}"
+    elif error.relative_rms is not None and error.relative_rms > bound and not is_planned:
+        reason = f"its relative RMS error is {error.relative_rms:.2g}, --max-error allows {bound:g}"
+    return replace(row, relative_rms=error.relative_rms, reduced=not reason, reason=reason)

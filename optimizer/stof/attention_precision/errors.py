@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error of each attention in reduced precision against fp64, on tensors that the original computes of sets of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from stof.arguments.precisions import Precision
+from stof.attention_precision.layers import put_precision
+from stof.cached_attention.report import KEY as CACHES
+from stof.errors import ArgumentError, VerifyError
+from stof.execution.inputs import InputMaker
+from stof.execution.ort_sessions import Sessions
+from stof.execution.run_limits import LimitReached
+from stof.execution.session_process import RuntimeFailure, release_sessions
+from stof.execution.upcast import HALF, Twins
+from stof.files import temporary_folder
+from stof.graph.index import DOMAIN
+from stof.op_parts import collect_typed_attributes
+from stof.op_rewrite import Job
+from stof.prompt_runs.feeds import make_prompt_feed
+from stof.prompt_runs.limits import prompt_limits
+from stof.stages import Stage, find_model_inputs
+from stof.thresholds.layers import OPS, nodes_by_layer
+from stof.thresholds.measured_sets import MeasuredSets
+from stof.verification.site_checks import SiteChecks
+from stof.verification.verified_models import find_half_constants
+
+_PROBED = 128  # tokens of a prompt, by which the bytes of a longer one are known
+_MOST_BYTES = 1 << 31  # of tensors at sites that one run gives
+_MOST_TOKENS = 1024  # over KV caches: fp64 takes all scores at once there
+_STEPS_BACK = 6  # from a site's output to its operator: conversions of its layout, and the choice among its rows
+
+
+@dataclass(frozen=True)
+class SiteError:
+    """What was measured of one attention.
+
+    Attributes:
+        relative_rms: the largest of all sets; None: not measured.
+        fault: how it differs from what its kernels should compute; empty where it does not.
+    """
+
+    relative_rms: float | None = None
+    fault: str = ""
+
+    def join(self, other: SiteError) -> SiteError:
+        """Both, of two sets."""
+        errors = [x for x in (self.relative_rms, other.relative_rms) if x is not None]
+        return SiteError(max(errors, default=None), self.fault or other.fault)
+
+
+@dataclass(frozen=True)
+class MeasuredErrors:
+    """What was measured of all attentions.
+
+    Attributes:
+        sites: by the names of operators, of those that lie in the main graph.
+        tokens: how many of each prompt count, at most; 0: all of each set.
+    """
+
+    sites: Mapping[str, SiteError]
+    tokens: int = 0
+
+
+def measure_errors(
+    job: Job,
+    stages: Sequence[Stage],
+    precision: Precision,
+    names: Collection[str],
+    sets: MeasuredSets,
+    some: Sequence[int],
+    folder: Path,
+) -> MeasuredErrors:
+    """The errors of attentions.
+
+    Every operator computes, in the precision, what the original's nodes compute before it: errors do not add up. Of long prompts
+    the first tokens count, as many as there is memory for.
+
+    Args:
+        job: the optimization.
+        stages: whose model it is.
+        precision: in which they may compute.
+        names: of operators.
+        sets: what the original runs on.
+        some: the indices of those that count.
+        folder: for temporary files.
+
+    Raises:
+        ArgumentError: when the original does not run on a set.
+        VerifyError: when memory does not suffice.
+    """
+    errors: dict[str, SiteError] = {}
+    longest = max(map(len, sets.prompts), default=0)
+    maker = find_model_inputs(job, stages).maker
+    try:
+        with temporary_folder(folder) as scratch:
+            sessions = Sessions(job.source.parent.resolve(), scratch, prompt_limits(job.options.verify_memory))
+            for stage in stages:
+                checks = stage.op.site_checks(job, stage.decided)
+                if checks is None or not checks.sites:
+                    continue
+                emitted = put_precision(stage.model, precision, names)
+                layers = _layers_of_sites(emitted, checks, names)
+                if layers:
+                    capture = _Capture(sessions, checks, stages, scratch)
+                    if sets.prompts:
+                        sets = _shorten_prompts(sets, capture, maker, has_caches=stage.op.key == CACHES)
+                    for feed in sets.feeds(maker, some):
+                        for name, error in _compare(checks, emitted, layers, capture.run(feed())):
+                            errors[name] = errors.get(name, SiteError()).join(error)
+    except RuntimeFailure as error:
+        raise ArgumentError(f"{sets.source}: the original does not run on it: {error}") from error
+    except LimitReached as error:
+        raise VerifyError(f"the errors of attentions in {precision.name} could not be measured: {error}") from error
+    finally:
+        release_sessions()
+    measured = max(map(len, sets.prompts), default=0)
+    return MeasuredErrors(errors, measured if measured < longest else 0)
+
+
+def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *, has_caches: bool) -> MeasuredSets:
+    """The prompts with as many tokens as may run at once, by the bytes that a short one takes."""
+    ids = max(sets.prompts, key=len)[:_PROBED]
+    try:
+        feed = make_prompt_feed(maker, ids)
+    except ArgumentError:  # the model has a fixed length, which its prompts have
+        return sets
+    taken = sum(array.nbytes for array in capture.run(feed).values())
+    limit = max(len(ids), _MOST_BYTES * len(ids) // max(taken, 1))
+    limit = min(limit, _MOST_TOKENS) if has_caches else limit
+    return replace(sets, prompts=tuple(ids[:limit] for ids in sets.prompts))
+
+
+def _compare(
+    checks: SiteChecks, emitted: onnx.ModelProto, layers: Mapping[str, str], captured: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, SiteError]]:
+    for comparison in checks.compare(emitted, captured):
+        if (name := layers.get(comparison.site)) is not None:
+            yield name, SiteError(comparison.relative_rms, "" if comparison.ok else comparison.message())
+
+
+def _layers_of_sites(emitted: onnx.ModelProto, checks: SiteChecks, names: Collection[str]) -> dict[str, str]:
+    """The name of each site's operator in the model, by the site."""
+    layers = {node.output[0]: name for name, nodes in nodes_by_layer(emitted).items() for node in nodes}
+    writers = {o: n for n in emitted.graph.node for o in n.output if o}
+    found: dict[str, str] = {}
+    for site, outputs in checks.outputs().items():
+        node = _find_operator(writers, outputs[0])
+        name = "" if node is None else layers.get(node.output[0], "")
+        if name in names:
+            found[site] = name
+    return found
+
+
+def _find_operator(writers: Mapping[str, onnx.NodeProto], output: str) -> onnx.NodeProto | None:
+    """The attention operator whose result a tensor is, behind nodes that move or choose its elements."""
+    tensors = [output]
+    for _ in range(_STEPS_BACK):
+        nodes = [writers[t] for t in tensors if t in writers]
+        for node in nodes:
+            if node.domain == DOMAIN and node.op_type in OPS:
+                return node
+        tensors = [t for node in nodes for t in node.input]
+    return None
+
+
+class _Capture:
+    """Runs of the model that an op's sites were found in, with the tensors at these sites as outputs.
+
+    Half-precision models run widened to fp32, as in verification: the CPU provider lacks kernels for them.
+    """
+
+    def __init__(self, sessions: Sessions, checks: SiteChecks, stages: Sequence[Stage], scratch: Path) -> None:
+        self._is_widened = bool(checks.types & HALF)
+        model, types = checks.working, {t: checks.symbolic.dtype(t) for t in checks.tensors()}
+        if self._is_widened:
+            constants = find_half_constants(checks.working, checks.symbolic)
+            typed = collect_typed_attributes(stage.op for stage in stages)
+            model = Twins(sessions.weights, scratch, constants, typed).of(model)
+            types = {t: int(onnx.TensorProto.FLOAT) if kind in HALF else kind for t, kind in types.items()}
+        extended = onnx.ModelProto()
+        extended.CopyFrom(model)
+        declared = {o.name for o in extended.graph.output}
+        for name, kind in types.items():
+            if name not in declared and kind:
+                extended.graph.output.append(helper.make_tensor_value_info(name, kind, None))
+        self._session = sessions.make(extended, optimized=False, library=True)
+
+    def run(self, feed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The tensors, and the inputs."""
+        given = dict(feed)
+        if self._is_widened:
+            given = {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feed.items()}
+        names = list(self._session.outputs)
+        return {**given, **dict(zip(names, self._session.run(names, given), strict=True))}

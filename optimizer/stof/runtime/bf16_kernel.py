@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CPU kernels compute attention in bf16."""
+
+from __future__ import annotations
+
+import ctypes
+
+from stof.runtime.library import EARLIER, LibraryError, library
+
+
+def cpu_bf16_kernel() -> str:
+    """The instruction set whose kernels nodes with ``allow_bf16`` take on this machine: ``avx512_bf16`` or ``amx_bf16``.
+
+    Empty where there is none: such nodes compute in fp32. On Linux this process asks for the permission to use the
+    tile registers of AMX, where the processor has them.
+
+    Raises:
+        LibraryError: without a library, and for one of an earlier version, which ignores the attribute.
+    """
+    ask = getattr(library(), "stof_cpu_bf16_kernel", None)
+    if ask is None:
+        raise LibraryError(f"the plugin library has no attention in bf16 (stof_cpu_bf16_kernel): {EARLIER}")
+    ask.restype = ctypes.c_char_p
+    name: bytes = ask()
+    return name.decode()

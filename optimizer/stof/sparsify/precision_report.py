@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report says of attentions in reduced precision: which, on what kernels, their errors, and the loss of the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from stof.arguments.precisions import Precision
+from stof.prompts.loss import Loss
+from stof.sparsify.threshold_report import OutputCosines, number_ranges
+
+
+@dataclass(frozen=True)
+class PrecisionRow:
+    """An attention that became an operator.
+
+    Attributes:
+        node: the operator's name.
+        layer: its index among the attentions that are operators, in the order of the graph.
+        op: the operator.
+        reduced: whether it may compute its matmuls in the precision.
+        reason: why it may not.
+        kernel: that runs it in the precision on this machine; empty: none, it computes as without the option.
+        predicted_gain: the estimated time of the operator without the option over that with it, here; None: no such kernel.
+        relative_rms: the root mean square error of its output over that of fp64, the largest of all sets; None: not measured.
+    """
+
+    node: str
+    layer: int
+    op: str
+    reduced: bool
+    reason: str = ""
+    kernel: str = ""
+    predicted_gain: float | None = None
+    relative_rms: float | None = None
+
+
+@dataclass
+class PrecisionReport:
+    """What an option like --allow-bf16 did.
+
+    Attributes:
+        precision: that it allows.
+        max_error: the largest relative RMS error with which an attention takes it.
+        rows: one for each attention that became an operator.
+        measured_on: what errors were measured on; empty where they were not.
+        loss: of the whole model on prompts; None: not measured.
+        decode_loss: of single tokens over the cache; None: not measured.
+        cosines: of outputs on ``--inputs``; None: not measured.
+        warnings: what makes the measurement weak.
+        is_decided: whether the rows are those of a model that was written.
+    """
+
+    precision: Precision
+    max_error: float
+    rows: list[PrecisionRow] = field(default_factory=list)
+    measured_on: str = ""
+    loss: Loss | None = None
+    decode_loss: Loss | None = None
+    cosines: OutputCosines | None = None
+    warnings: list[str] = field(default_factory=list)
+    is_decided: bool = False
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The names of operators that may compute in the precision."""
+        return tuple(row.node for row in self.rows if row.reduced)
+
+    def by_plan(self) -> dict[str, Precision] | None:
+        """The precisions of attentions as a plan has them; None where no model was written, which errors may yet decide."""
+        return dict.fromkeys(self.reduced, self.precision) if self.is_decided else None
+
+    @property
+    def headline(self) -> str:
+        """For the report's first line."""
+        if not self.reduced:
+            return f"{self.precision.option} changes nothing"
+        count = f"{len(self.reduced)} of {len(self.rows)} attentions"
+        return f"OUTPUTS CHANGE: {self.precision.option} lets {count} compute matmuls in {self.precision.name}"
+
+    def lines(self) -> list[str]:
+        """A line for each kind of row, the error where it is the largest, and the loss."""
+        if not self.rows:
+            return [f"  no attention became an operator, which could compute in {self.precision.name}"]
+        groups: dict[PrecisionRow, list[PrecisionRow]] = defaultdict(list)
+        for row in self.rows:
+            kind = replace(row, node="", layer=0, relative_rms=None)
+            groups[kind if row.reduced else replace(kind, relative_rms=row.relative_rms)].append(row)
+        lines = [line for group in groups.values() for line in self._group_lines(group)]
+        if self.measured_on:
+            lines.append(f"errors of attentions: relative RMS against fp64, on {self.measured_on}")
+        if self.reduced:
+            lines.append(
+                f"verification compares outputs in full precision; each attention in {self.precision.name} is held to the "
+                "definition that rounds as its kernels do"
+            )
+            measured = [line for found in self._losses() for line in found]
+            measured += [] if self.cosines is None else [self.cosines.line()]
+            lines += measured or ["loss: not measured; --prompts FILE or --inputs FILE measures it"]
+        return [*lines, *(f"warning: {words}" for words in self.warnings)]
+
+    @property
+    def loss_headlines(self) -> list[str]:
+        """A line for each loss that was measured."""
+        return [*(lines[0] for lines in self._losses()), *([] if self.cosines is None else [self.cosines.line()])]
+
+    def _losses(self) -> list[list[str]]:
+        losses = (("loss", self.loss), ("loss of decoding", self.decode_loss))
+        return [loss.lines(what) for what, loss in losses if loss is not None]
+
+    def _group_lines(self, group: list[PrecisionRow]) -> list[str]:
+        first, layers = group[0], ", ".join(number_ranges([r.layer for r in group]))
+        if not first.reduced:
+            return [f"  full precision in layer {layers}: {first.reason}"]
+        kernel = (
+            f"kernel {first.kernel}" if first.kernel else "no kernel of this machine: it computes as without the option"
+        )
+        gain = "" if first.predicted_gain is None else f", estimated {first.predicted_gain:.1f}x over full precision"
+        errors = [r.relative_rms for r in group if r.relative_rms is not None]
+        error = f"; relative RMS error {max(errors):.2g}" if errors else ""
+        return [f"  {self.precision.name} in layer {layers}: {kernel}{gain}{error}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Every fact by its key."""
+        return {
+            "precision": self.precision.name,
+            "max_error": self.max_error,
+            "layers": [asdict(row) for row in self.rows],
+            "measured_on": self.measured_on,
+            "loss": None if self.loss is None else asdict(self.loss),
+            "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
+            "cosines": None if self.cosines is None else dict(self.cosines.outputs),
+            "warnings": list(self.warnings),
+        }
