@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from encoders import (
     session,
     unpadded,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_unpadding_fuzz import batches, chains
 
 import stof
 from stof.errors import ArgumentError
@@ -148,3 +152,16 @@ def test_verified_and_planned(tmp_path: Path) -> None:
 def test_a_capacity_is_refused() -> None:
     with pytest.raises(ArgumentError, match="unpad_capacity needs emit 'stof'"):
         plain(encoder("mean"), unpad_capacity=64)
+
+
+@given(st.data())
+@settings(max_examples=400 if os.environ.get("STOF_TEST_ALL") else 25, print_blob=True)
+def test_random_chains(data: st.DataObject) -> None:
+    """Operators of any kind around attention, some of which stays, with tensors in many layouts."""
+    model, _ = data.draw(chains())
+    dims = model.graph.input[0].type.tensor_type.shape.dim
+    batch = dims[0].dim_value or data.draw(st.integers(1, 4))
+    length = dims[1].dim_value or data.draw(st.integers(1, 6))
+    result, _ = plain(model, data.draw(st.sampled_from(["auto", "auto", "on"])))
+    found = {f"mask {i}": data.draw(batches(batch, length)) for i in range(2)}
+    check_same(model, result, found, rtol=2e-3)

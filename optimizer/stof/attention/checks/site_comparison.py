@@ -27,7 +27,7 @@ SITE_FACTOR = 2.0  # op error ≤ 2 × the original's own error + 4 ulp
 _SOFT_FILL = -5e3  # a row whose largest score is lower has no key
 _DIGITS = 0.02  # of the output's range: how far fills may take a row without a key from what it stands for
 _ULPS = 4
-_ORDERS = (1, -1, 7, -5)  # strides by which fp32 sums of a score take the elements of a head
+_STRIDES = (1, -1, 7, -5)  # by which fp32 sums of a score take the elements of a head
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def compare_result(
     computed = undo_output_moves(site, scores, computed)
     what = f"site {site.name!r}"
     baseline = heads_in_layout(computed, site.output_layout, site.num_heads)
-    shape, total = baseline.shape, baseline.size
+    shape = baseline.shape
     empty = ~np.isfinite(baseline).all(-1) | (mine == 0).all(-1)
     sample = choose_rows(_rows_away(mine, baseline), empty, scores[3])
     if sample is not None:
@@ -144,16 +144,9 @@ def compare_result(
     parts = (good & rows[..., None], good & ~rows[..., None]) if soft else (good,)
     worst, budget, detail = _find_largest_difference(parts, errors, baseline_errors, ulps, sample)
     if np.isfinite(worst) and worst > budget:
-        # The original's sums have one order, by chance a good one: large scores of others may be rounded further.
-        others = [site_exactly(*captured, np.float32, sample, order).output - exact for order in _ORDERS]
-        rounded = np.max([np.abs(np.where(np.isfinite(o), o, 0.0)) for o in others], axis=0)
-        legal_errors = np.maximum(baseline_errors, np.where(rows[..., None], rounded, 0.0))
-        worst, budget, detail = _find_largest_difference(parts, errors, legal_errors, ulps, sample)
-    compared = int(good.sum())
-    ignored = int((np.isfinite(baseline) & ~good).sum())
-    coverage = Coverage(compared, baseline.size - compared - ignored, ignored, left_out=total - baseline.size)
-    if sample is not None:
-        coverage = replace(coverage, sampled_rows=baseline[..., 0].size, all_rows=int(np.prod(shape[:3])))
+        baseline_errors = np.maximum(baseline_errors, _rounded_scores(captured, exact, rows, sample))
+        worst, budget, detail = _find_largest_difference(parts, errors, baseline_errors, ulps, sample)
+    coverage = _count_elements(baseline, good, shape, sample)
     return Comparison(what, worst, budget, worst <= budget, site.name, detail, coverage, relative_rms=rms)
 
 
@@ -196,6 +189,35 @@ def _run_calls(
         computed_rows = True if call.rows is None else call.rows[:, None, :, None]
         mine = np.where(computed_rows, heads_in_layout(output, site.output_layout, site.num_heads), mine)
     return mine, policies
+
+
+def _count_elements(
+    baseline: np.ndarray, good: np.ndarray, shape: tuple[int, ...], sample: RowSample | None
+) -> Coverage:
+    """What of an output of this shape is compared: ``good`` of the sampled ``baseline``."""
+    compared, total = int(good.sum()), int(np.prod(shape))
+    ignored = int((np.isfinite(baseline) & ~good).sum())
+    coverage = Coverage(compared, baseline.size - compared - ignored, ignored, left_out=total - baseline.size)
+    if sample is not None:
+        coverage = replace(coverage, sampled_rows=baseline[..., 0].size, all_rows=int(np.prod(shape[:3])))
+    return coverage
+
+
+def _rounded_scores(
+    captured: tuple[AttentionSite, Mapping[str, np.ndarray]],
+    exact: np.ndarray,
+    rows: np.ndarray,
+    sample: RowSample | None,
+) -> np.ndarray:
+    """The largest error of each element of ``rows`` in fp32, with sums of scores in several orders; 0 in other rows.
+
+    The original's sums have one order, by chance a good one: large scores of others may be rounded further.
+    """
+    errors = np.zeros(exact.shape)
+    for stride in _STRIDES:
+        away = np.abs(site_exactly(*captured, np.float32, sample, stride).output - exact)
+        errors = np.maximum(errors, np.where(np.isfinite(away) & rows[..., None], away, 0.0))
+    return errors
 
 
 def _find_largest_difference(
@@ -276,8 +298,12 @@ def site_exactly(
     """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
     Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds to the scores, never
+<<<<<<< .merge_file_l0a1Ex
     the lifted expression. With a precision, the operands of both products are rounded to it, as docs/reference/operators.md
     has it; a row is divided by the sum of unrounded weights.
+=======
+    the lifted expression.
+>>>>>>> .merge_file_qSFtrm
     """
     narrow = np.asarray if precision is None else precision.round
     pick = sample.pick if sample is not None else np.asarray
