@@ -141,7 +141,10 @@ def _measure_errors(
     ]
     unknown = sum(row.reduced and row.relative_rms is None for row in found.rows)
     if unknown:
-        found.warnings.append(f"the error of {unknown} attentions is not known: they lie in subgraphs, or compute 0")
+        found.warnings.append(
+            f"the error of {unknown} attentions is not known: they lie in subgraphs, read tensors that only the result has, or "
+            "give 0"
+        )
 
 
 def _judge(row: PrecisionRow, error: SiteError, bound: float, *, is_planned: bool) -> PrecisionRow:
