@@ -43,7 +43,11 @@ def test_many_random_problems() -> None:
 
 
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
-ISAS = ("portable", "neon", "neon_dotprod", "neon_bf16") if IS_ARM else ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+ISAS = (
+    ("portable", "neon", "neon_dotprod", "neon_bf16")
+    if IS_ARM
+    else ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+)
 
 
 @pytest.mark.parametrize("isa", ISAS)
