@@ -6,8 +6,8 @@
 namespace stof {
 namespace cpu {
 
-// Asks the operating system, as programs on AArch64 have to. Names: neon, dotprod, bf16. False for any other, and on other
-// architectures.
+// Asks the operating system, as programs on AArch64 have to. Names: neon, dotprod, bf16. False for any other, and on
+// other architectures.
 bool HasArmFeature(const char* name);
 
 }  // namespace cpu

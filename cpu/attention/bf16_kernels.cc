@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/attention/bf16_kernels.h"
 
+#include "cpu/isa.h"
 #include "cpu/kernel_table.h"
 #include "cpu/tile_permission.h"
 

@@ -22,23 +22,6 @@ constexpr bool kHasTiles = true;
 // 16 rows of 16 bf16 and 8 rows of 16 pairs.
 constexpr int kSumRows = 16, kSumColumns = 16, kTileDepth = 32;
 
-// Tiles are configured as long as it lives.
-class ConfiguredTiles {
- public:
-  ConfiguredTiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
-    } config;
-    static_assert(sizeof(config) == 64);
-    _tile_loadconfig(&config);
-  }
-  ~ConfiguredTiles() { _tile_release(); }
-  ConfiguredTiles(const ConfiguredTiles&) = delete;
-  ConfiguredTiles& operator=(const ConfiguredTiles&) = delete;
-};
-
 // The intrinsics of some compilers do not say that they read memory: what was stored before must be there.
 #define STOF_STORE_FOR_TILES() __asm__ volatile("" ::: "memory")
 
@@ -107,11 +90,30 @@ inline void StoreSumTiles(float* to, int64_t step, int64_t block_step) {
 }
 #else
 constexpr bool kHasTiles = false;
+#endif
+
+// Tiles are configured as long as it lives. Without tiles it does nothing.
 class ConfiguredTiles {
  public:
-  ConfiguredTiles() {}
-};
+  ConfiguredTiles() {
+#if defined(STOF_TILES)
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
+    } config;
+    static_assert(sizeof(config) == 64);
+    _tile_loadconfig(&config);
 #endif
+  }
+  ~ConfiguredTiles() {
+#if defined(STOF_TILES)
+    _tile_release();
+#endif
+  }
+  ConfiguredTiles(const ConfiguredTiles&) = delete;
+  ConfiguredTiles& operator=(const ConfiguredTiles&) = delete;
+};
 
 }  // namespace
 }  // namespace cpu

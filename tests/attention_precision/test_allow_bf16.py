@@ -109,6 +109,30 @@ def test_a_node_that_computes_something_else_keeps_full_precision(
     assert second["reduced"]
 
 
+def test_errors_that_cannot_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On drawn inputs that is a warning; on inputs of the user's the run ends, as with any gate."""
+    from stof.attention_precision import errors
+    from stof.execution.run_limits import MemoryLimit
+
+    def fail(*others: object) -> None:
+        raise MemoryLimit("too little memory")
+
+    monkeypatch.setattr(errors._Capture, "run", fail)
+    model = skip_models.encoder(tmp_path / "model.onnx")
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert status == 0
+    assert set(flags_of(target).values()) == {1}
+    found = report["attention_precision"]
+    assert [row["relative_rms"] for row in found["layers"]] == [None, None]
+    assert any(words.startswith("errors are not measured: ") for words in found["warnings"])
+    status, target, _ = run(tmp_path, model, "--allow-bf16", *inputs_options(tmp_path, 1, 300))
+    assert status == 2
+    assert not target.exists()
+    assert "the errors of attentions in bf16 could not be measured: too little memory" in capsys.readouterr().err
+
+
 def test_the_cosine_is_measured_and_gated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of all sets of inputs, in the model that is written."""
     model = skip_models.encoder(tmp_path / "model.onnx")

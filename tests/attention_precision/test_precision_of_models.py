@@ -105,4 +105,7 @@ def test_subgraphs(tmp_path: Path) -> None:
     assert list(flags_of(target).values()) == [1, 1]
     found = report["attention_precision"]
     assert [row["relative_rms"] for row in found["layers"]] == [None, None]
-    assert "the error of 2 attentions is not known: they lie in subgraphs, or compute 0" in found["warnings"]
+    assert any(
+        words.startswith("the error of 2 attentions is not known: they lie in subgraphs,")
+        for words in found["warnings"]
+    )

@@ -21,7 +21,7 @@ cmake --build --preset aarch64 --target stof_tests stof_ort
 tests=$build/tests/cpp/stof_tests
 ctest --test-dir $build -R one_definition --output-on-failure
 
-# A Cortex-A72 has no dot products and runs the set neon alone; the others have them.
+# A Cortex-A72 has no dot products and runs the set neon alone; the others have them, max and Neoverse V1 bf16, too.
 cpus=("$@")
 [ ${#cpus[@]} -gt 0 ] || cpus=(max cortex-a72 cortex-a76 neoverse-n1 neoverse-v1)
 qemu=${STOF_QEMU:-qemu-aarch64-static}
@@ -39,14 +39,15 @@ for cpu in "${cpus[@]}"; do
     continue
   fi
   echo "== $cpu"
-  # Whether dot products are detected shows in the sets that register tests.
-  set=neon_dotprod
-  [ "$cpu" = cortex-a72 ] && set=neon
+  # Whether dot products and bf16 are detected shows in the sets that register tests.
   shown=$(run "$cpu" "CacheAppendInStepsOfAnySize[neon" || true)
   echo "$shown"
   count=$(sed -n 's/ tests, 0 failed//p' <<<"$shown")
   expected=2
-  [ $set = neon ] && expected=1
+  case $cpu in
+    cortex-a72) expected=1 ;;
+    max | neoverse-v1) expected=3 ;;
+  esac
   if [ "$count" != $expected ]; then
     echo "$cpu: tests of ${count:-no} sets passed, expected those of $expected" >&2
     exit 1

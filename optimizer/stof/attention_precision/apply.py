@@ -14,7 +14,7 @@ import onnx
 from stof.arguments.precisions import BF16, Precision
 from stof.attention_precision.errors import SiteError, measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
-from stof.errors import ArgumentError
+from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.op_rewrite import Job
 from stof.options import Options
@@ -124,8 +124,8 @@ def _measure_errors(
     some = sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
     try:
         measured = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
-    except ArgumentError as error:
-        if not is_drawn:
+    except (ArgumentError, VerifyError) as error:
+        if not is_drawn:  # what the user gives has to be measured
             raise
         found.warnings.append(f"errors are not measured: {error}")
         return
@@ -141,7 +141,10 @@ def _measure_errors(
     ]
     unknown = sum(row.reduced and row.relative_rms is None for row in found.rows)
     if unknown:
-        found.warnings.append(f"the error of {unknown} attentions is not known: they lie in subgraphs, or compute 0")
+        found.warnings.append(
+            f"the error of {unknown} attentions is not known: they lie in subgraphs, read tensors that only the result has, or "
+            "give 0"
+        )
 
 
 def _judge(row: PrecisionRow, error: SiteError, bound: float, *, is_planned: bool) -> PrecisionRow:

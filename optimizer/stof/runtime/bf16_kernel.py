@@ -9,10 +9,10 @@ from stof.runtime.library import EARLIER, LibraryError, library
 
 
 def cpu_bf16_kernel() -> str:
-    """The instruction set whose kernels nodes with ``allow_bf16`` take on this machine: ``avx512_bf16`` or ``amx_bf16``.
+    """The instruction set whose kernels nodes with ``allow_bf16`` take on this machine.
 
-    Empty where there is none: such nodes compute in fp32. On Linux this process asks for the permission to use the
-    tile registers of AMX, where the processor has them.
+    It is ``avx512_bf16``, ``amx_bf16`` or ``neon_bf16``, and empty where there is none: such nodes compute in fp32. On Linux
+    this process asks for the permission to use the tile registers of AMX, where the processor has them.
 
     Raises:
         LibraryError: without a library, and for one of an earlier version, which ignores the attribute.

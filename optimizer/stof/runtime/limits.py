@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from stof.arguments.threshold_kinds import SKIP_SCORES, ThresholdKind
-from stof.runtime.library import build_info, op_limits
+from stof.runtime.bf16_kernel import cpu_bf16_kernel
+from stof.runtime.library import op_limits
 
 
 def leaves_out(op: str, target: str, kind: ThresholdKind = SKIP_SCORES) -> bool:
@@ -47,5 +48,4 @@ def kernel_in_precision(op: str, attribute: str) -> str:
     Raises:
         LibraryError: as of ``leaves_out``.
     """
-    isa = str(build_info().get("cpu_isa", ""))
-    return isa if takes_attribute(op, attribute) and isa.endswith("bf16") else ""
+    return cpu_bf16_kernel() if takes_attribute(op, attribute) else ""

@@ -119,7 +119,8 @@ class PrecisionReport:
         )
         gain = "" if first.predicted_gain is None else f", estimated {first.predicted_gain:.1f}x over full precision"
         errors = [r.relative_rms for r in group if r.relative_rms is not None]
-        error = f"; relative RMS error {max(errors):.2g}" if errors else ""
+        most = "up to " if len(errors) > 1 else ""
+        error = f"; relative RMS error {most}{max(errors):.2g}" if errors else ""
         return [f"  {self.precision.name} in layer {layers}: {kernel}{gain}{error}"]
 
     def to_json(self) -> dict[str, Any]:

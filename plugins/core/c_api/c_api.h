@@ -125,9 +125,9 @@ STOF_EXPORT void stof_skip_counts(uint64_t counts[2]);
 STOF_EXPORT void stof_reset_skip_counts(void);
 
 /* The instruction set whose kernels compute attention in bf16 on this machine where attribute allow_bf16 is 1:
- * "avx512_bf16", "amx_bf16"; "" where there is none, and such nodes compute in fp32. STOF_CPU_ISA limits it. Asks Linux
- * for the permission to use tile registers where the processor has them, as the first such run would. Static
- * storage. */
+ * "avx512_bf16", "amx_bf16" or "neon_bf16"; "" where there is none, and such nodes compute in fp32. STOF_CPU_ISA limits
+ * it. Asks Linux for the permission to use tile registers where the processor has them, as the first such run would.
+ * Static storage. */
 STOF_EXPORT const char* stof_cpu_bf16_kernel(void);
 
 /* On a CUDA device. First the constants (the tables of a mask), once: all inputs, constant ones with data in host

@@ -3,9 +3,10 @@
 #include <optional>
 #include <string>
 
-#include "cpu/attention/bf16_kernels.h"
+#include "cpu/isa.h"
 #include "plugins/core/base/activation.h"
 #include "plugins/core/c_api/c_api.h"
+#include "plugins/core/contract/bf16_kernels.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/host/fork_guard.h"
 

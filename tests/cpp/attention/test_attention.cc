@@ -6,7 +6,7 @@
 #include "cpu/isa.h"
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/attention/attention_problem.h"
-#include "tests/cpp/attention/cpu_cases.h"
+#include "tests/cpp/cpu_attention/cpu_cases.h"
 #include "tests/cpp/memory.h"
 #include "tests/cpp/tests_by_isa.h"
 

@@ -298,12 +298,8 @@ def site_exactly(
     """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
     Sums of scores take elements of a head in the order of ``stride``. Reads what the graph itself adds to the scores, never
-<<<<<<< .merge_file_l0a1Ex
     the lifted expression. With a precision, the operands of both products are rounded to it, as docs/reference/operators.md
     has it; a row is divided by the sum of unrounded weights.
-=======
-    the lifted expression.
->>>>>>> .merge_file_qSFtrm
     """
     narrow = np.asarray if precision is None else precision.round
     pick = sample.pick if sample is not None else np.asarray

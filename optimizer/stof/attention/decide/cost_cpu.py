@@ -31,7 +31,7 @@ _TILE = (48, 64)  # query rows × keys
 _MATMUL_RATE, _SOFTMAX, _ROUNDING = 0.9, 20.0, 7.0
 # By instructions: FMAs in the time of one of fp32, and the multiple that head sizes are padded to. AMX was not timed.
 _IN_PRECISION = {"amx_bf16": (4.0, 32), "avx512_bf16": (2.0, 2)}
-_UNKNOWN_INSTRUCTIONS = (2.0, 4)
+_OTHERS_IN_PRECISION = (2.0, 4)  # NEON's, never timed
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def estimate_precision_gain(head_size: int, kernel: str) -> float:
         head_size: of queries and values.
         kernel: the instructions, as the library names them.
     """
-    rate, multiple = _IN_PRECISION.get(kernel, _UNKNOWN_INSTRUCTIONS)
+    rate, multiple = _IN_PRECISION.get(kernel, _OTHERS_IN_PRECISION)
     padded = -(-head_size // multiple) * multiple
     whole = 2.0 * head_size / _MATMUL_RATE + _SOFTMAX
     return whole / ((padded + head_size) / (_MATMUL_RATE * rate) + _SOFTMAX + _ROUNDING)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs cases of attention on the CPU, against the definition.
-#ifndef STOF_TESTS_CPP_ATTENTION_CPU_CASES_H_
-#define STOF_TESTS_CPP_ATTENTION_CPU_CASES_H_
+#ifndef STOF_TESTS_CPP_CPU_ATTENTION_CPU_CASES_H_
+#define STOF_TESTS_CPP_CPU_ATTENTION_CPU_CASES_H_
 
 #include <cstdint>
 #include <vector>
@@ -17,4 +17,4 @@ void RunCase(const Case& c, CpuIsa isa, uint64_t seed, const Parallel& team);
 void RunCases(const std::vector<Case>& cases, CpuIsa isa);
 
 }  // namespace stof::test::attention
-#endif  // STOF_TESTS_CPP_ATTENTION_CPU_CASES_H_
+#endif  // STOF_TESTS_CPP_CPU_ATTENTION_CPU_CASES_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/cpp/attention/cpu_cases.h"
+#include "tests/cpp/cpu_attention/cpu_cases.h"
 
 #include "plugins/core/host/thread_pool.h"
 #include "tests/cpp/memory.h"

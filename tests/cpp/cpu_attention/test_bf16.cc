@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "cpu/kernel_table.h"
-#include "tests/cpp/attention/cpu_cases.h"
+#include "tests/cpp/cpu_attention/cpu_cases.h"
 #include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::attention {
