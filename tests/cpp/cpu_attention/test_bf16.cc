@@ -116,6 +116,7 @@ void RoundInputs(CpuIsa isa) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     for (const int64_t size : {1, 2, 31, 32, 33, 64, 80, 128, 256}) {
       for (const int mask : {0, 1, 3}) {
+        if (Effort() < 0.1 && ++seed % 8 != 0) continue;  // an emulator
         Case c;
         c.S = 70, c.T = 200, c.D = size, c.Dv = size % 3 == 0 ? 40 : size, c.dtype = dtype, c.mask = mask;
         c.H = 4, c.G = seed % 2 == 0 ? 4 : 2, c.offset = mask != 0, c.spread = 2;
