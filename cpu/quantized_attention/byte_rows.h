@@ -31,6 +31,16 @@ struct ByteTable {
 #endif
 
 #if defined(__AVX512BW__)
+// Ranks of 64 rounded numbers of steps.
+inline __m512i PackRanks(const __m512i (&steps)[4], int32_t zero_rank) {
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(zero_rank));
+  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
+  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+}
+
 // The ranks of 64 products.
 inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
   const __m512 factor = _mm512_set1_ps(t.factor), most = _mm512_set1_ps(1e6f);
@@ -39,12 +49,7 @@ inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
     const __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(products + 16 * i)), factor);
     steps[i] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));  // far below 0 it is the least integer, as it should be
   }
-  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(t.zero_rank));
-  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
-  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
-  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+  return PackRanks(steps, t.zero_rank);
 }
 
 inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
@@ -118,6 +123,33 @@ inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allo
   }
 }
 #endif
+
+// The ranks of weights by the difference of a score's rank to the row's largest: table [256] of weights times `factor`,
+// rounded. zero: the rank of 0.
+inline void RoundWeightTable(const float* weights, float factor, int32_t zero, uint8_t* table) {
+  const float high = static_cast<float>(255 - zero);
+#if defined(__AVX512BW__)
+  // Whole vectors are stored: they are read again at once, which narrower stores would delay.
+  const __m512 factors = _mm512_set1_ps(factor), most = _mm512_set1_ps(high);
+  for (int i = 0; i < 256; i += 64) {
+    __m512i steps[4];
+    for (int v = 0; v < 4; ++v) {
+      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(weights + i + 16 * v), factors);
+      steps[v] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));
+    }
+    _mm512_storeu_si512(table + i, PackRanks(steps, zero));
+  }
+#else
+  // The bits of a number below 2^22 that is added to 1.5 * 2^23 end with its nearest integer.
+  for (int i = 0; i < 256; ++i) {
+    const float steps = weights[i] * factor;
+    const float moved = (steps > high ? high : steps) + kRoundToInteger;
+    uint32_t bits;
+    std::memcpy(&bits, &moved, sizeof(bits));
+    table[i] = static_cast<uint8_t>(bits + static_cast<uint32_t>(zero));
+  }
+#endif
+}
 
 // How many tiles a row visits, and where they lie: `codes` and `allowed` of the first one.
 struct RowTiles {
