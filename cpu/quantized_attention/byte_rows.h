@@ -160,6 +160,33 @@ struct RowTiles {
   uint64_t Allowed(int64_t i) const { return allowed[i * m]; }
 };
 
+#if defined(__AVX512BW__) && !defined(__AVX512VBMI__)
+// A table of 256 words in registers.
+struct WordTable {
+  __m512i of[8];
+  explicit WordTable(const uint16_t* table) {
+    for (int i = 0; i < 8; ++i) of[i] = _mm512_loadu_si512(table + 32 * i);
+  }
+  __m512i Look(__m512i index) const {
+    const __mmask32 odd = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
+    const __mmask32 high = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
+    __m512i found[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) found[i] = _mm512_permutex2var_epi16(of[2 * i], index, of[2 * i + 1]);
+    return _mm512_mask_blend_epi16(high, _mm512_mask_blend_epi16(odd, found[0], found[1]),
+                                   _mm512_mask_blend_epi16(odd, found[2], found[3]));
+  }
+};
+
+inline uint64_t AddWords(__m512i sums) {
+  uint32_t lanes[16];
+  _mm512_storeu_si512(lanes, sums);
+  uint64_t total = 0;
+  for (const uint32_t lane : lanes) total += lane;
+  return total;
+}
+#endif
+
 // The sum of the exponentials of a row, times 2^31. most: its largest rank.
 inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t most) {
   uint64_t total = 0;
@@ -183,18 +210,27 @@ inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t m
     total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sums[byte])) << (8 * byte);
   }
 #elif defined(__AVX512BW__)
-  const __m512i max = _mm512_set1_epi32(most), low = _mm512_set1_epi64(0xffffffff);
-  __m512i sums = _mm512_setzero_si512();
-  for (int64_t i = 0; i < row.visited; ++i) {
-    const uint64_t allowed = row.Allowed(i);
-    for (int k = 0; k < kTileKeys && allowed != 0; k += 16) {
-      const __m512i ranks = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row.Codes(i) + k)));
-      const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), static_cast<__mmask16>(allowed >> k),
-                                                        _mm512_sub_epi32(max, ranks), t.exponents, 4);
-      sums = _mm512_add_epi64(sums, _mm512_add_epi64(_mm512_and_si512(found, low), _mm512_srli_epi64(found, 32)));
+  constexpr int64_t kFlushed = 8192;  // tiles whose sums of words fit 32 bits
+  const WordTable tables[2] = {WordTable(t.exponent_words[0]), WordTable(t.exponent_words[1])};
+  const __m512i max = _mm512_set1_epi16(most);
+  for (int64_t begin = 0; begin < row.visited; begin += kFlushed) {
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t i = begin; i < Min(row.visited, begin + kFlushed); ++i) {
+      const uint64_t allowed = row.Allowed(i);
+      for (int k = 0; k < kTileKeys && allowed != 0; k += 32) {
+        const __m256i ranks = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.Codes(i) + k));
+        const __m512i below = _mm512_sub_epi16(max, _mm512_cvtepu8_epi16(ranks));
+#pragma GCC unroll 2
+        for (int word = 0; word < 2; ++word) {
+          const __m512i found = _mm512_maskz_mov_epi16(static_cast<__mmask32>(allowed >> k), tables[word].Look(below));
+          const __m512i pairs =
+              _mm512_add_epi32(_mm512_and_si512(found, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(found, 16));
+          sums[word] = _mm512_add_epi32(sums[word], pairs);
+        }
+      }
     }
+    for (int word = 0; word < 2; ++word) total += AddWords(sums[word]) << (16 * word);
   }
-  total = static_cast<uint64_t>(_mm512_reduce_add_epi64(sums));
 #else
   for (int64_t i = 0; i < row.visited; ++i) {
     const uint64_t allowed = row.Allowed(i);
