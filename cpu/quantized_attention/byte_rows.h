@@ -31,6 +31,16 @@ struct ByteTable {
 #endif
 
 #if defined(__AVX512BW__)
+// Ranks of 64 rounded numbers of steps.
+inline __m512i PackRanks(const __m512i (&steps)[4], int32_t zero_rank) {
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(zero_rank));
+  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
+  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+}
+
 // The ranks of 64 products.
 inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
   const __m512 factor = _mm512_set1_ps(t.factor), most = _mm512_set1_ps(1e6f);
@@ -39,12 +49,7 @@ inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
     const __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(products + 16 * i)), factor);
     steps[i] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));  // far below 0 it is the least integer, as it should be
   }
-  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(t.zero_rank));
-  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
-  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
-  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+  return PackRanks(steps, t.zero_rank);
 }
 
 inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
@@ -119,6 +124,33 @@ inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allo
 }
 #endif
 
+// The ranks of weights by the difference of a score's rank to the row's largest: table [256] of weights times `factor`,
+// rounded. zero: the rank of 0.
+inline void RoundWeightTable(const float* weights, float factor, int32_t zero, uint8_t* table) {
+  const float high = static_cast<float>(255 - zero);
+#if defined(__AVX512BW__)
+  // Whole vectors are stored: they are read again at once, which narrower stores would delay.
+  const __m512 factors = _mm512_set1_ps(factor), most = _mm512_set1_ps(high);
+  for (int i = 0; i < 256; i += 64) {
+    __m512i steps[4];
+    for (int v = 0; v < 4; ++v) {
+      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(weights + i + 16 * v), factors);
+      steps[v] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));
+    }
+    _mm512_storeu_si512(table + i, PackRanks(steps, zero));
+  }
+#else
+  // The bits of a number below 2^22 that is added to 1.5 * 2^23 end with its nearest integer.
+  for (int i = 0; i < 256; ++i) {
+    const float steps = weights[i] * factor;
+    const float moved = (steps > high ? high : steps) + kRoundToInteger;
+    uint32_t bits;
+    std::memcpy(&bits, &moved, sizeof(bits));
+    table[i] = static_cast<uint8_t>(bits + static_cast<uint32_t>(zero));
+  }
+#endif
+}
+
 // How many tiles a row visits, and where they lie: `codes` and `allowed` of the first one.
 struct RowTiles {
   uint8_t* codes;
@@ -127,6 +159,33 @@ struct RowTiles {
   uint8_t* Codes(int64_t i) const { return codes + i * m * kTileKeys; }
   uint64_t Allowed(int64_t i) const { return allowed[i * m]; }
 };
+
+#if defined(__AVX512BW__) && !defined(__AVX512VBMI__)
+// A table of 256 words in registers.
+struct WordTable {
+  __m512i of[8];
+  explicit WordTable(const uint16_t* table) {
+    for (int i = 0; i < 8; ++i) of[i] = _mm512_loadu_si512(table + 32 * i);
+  }
+  __m512i Look(__m512i index) const {
+    const __mmask32 odd = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
+    const __mmask32 high = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
+    __m512i found[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) found[i] = _mm512_permutex2var_epi16(of[2 * i], index, of[2 * i + 1]);
+    return _mm512_mask_blend_epi16(high, _mm512_mask_blend_epi16(odd, found[0], found[1]),
+                                   _mm512_mask_blend_epi16(odd, found[2], found[3]));
+  }
+};
+
+inline uint64_t AddWords(__m512i sums) {
+  uint32_t lanes[16];
+  _mm512_storeu_si512(lanes, sums);
+  uint64_t total = 0;
+  for (const uint32_t lane : lanes) total += lane;
+  return total;
+}
+#endif
 
 // The sum of the exponentials of a row, times 2^31. most: its largest rank.
 inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t most) {
@@ -151,18 +210,27 @@ inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t m
     total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sums[byte])) << (8 * byte);
   }
 #elif defined(__AVX512BW__)
-  const __m512i max = _mm512_set1_epi32(most), low = _mm512_set1_epi64(0xffffffff);
-  __m512i sums = _mm512_setzero_si512();
-  for (int64_t i = 0; i < row.visited; ++i) {
-    const uint64_t allowed = row.Allowed(i);
-    for (int k = 0; k < kTileKeys && allowed != 0; k += 16) {
-      const __m512i ranks = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row.Codes(i) + k)));
-      const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), static_cast<__mmask16>(allowed >> k),
-                                                        _mm512_sub_epi32(max, ranks), t.exponents, 4);
-      sums = _mm512_add_epi64(sums, _mm512_add_epi64(_mm512_and_si512(found, low), _mm512_srli_epi64(found, 32)));
+  constexpr int64_t kFlushed = 8192;  // tiles whose sums of words fit 32 bits
+  const WordTable tables[2] = {WordTable(t.exponent_words[0]), WordTable(t.exponent_words[1])};
+  const __m512i max = _mm512_set1_epi16(most);
+  for (int64_t begin = 0; begin < row.visited; begin += kFlushed) {
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t i = begin; i < Min(row.visited, begin + kFlushed); ++i) {
+      const uint64_t allowed = row.Allowed(i);
+      for (int k = 0; k < kTileKeys && allowed != 0; k += 32) {
+        const __m256i ranks = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.Codes(i) + k));
+        const __m512i below = _mm512_sub_epi16(max, _mm512_cvtepu8_epi16(ranks));
+#pragma GCC unroll 2
+        for (int word = 0; word < 2; ++word) {
+          const __m512i found = _mm512_maskz_mov_epi16(static_cast<__mmask32>(allowed >> k), tables[word].Look(below));
+          const __m512i pairs =
+              _mm512_add_epi32(_mm512_and_si512(found, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(found, 16));
+          sums[word] = _mm512_add_epi32(sums[word], pairs);
+        }
+      }
     }
+    for (int word = 0; word < 2; ++word) total += AddWords(sums[word]) << (16 * word);
   }
-  total = static_cast<uint64_t>(_mm512_reduce_add_epi64(sums));
 #else
   for (int64_t i = 0; i < row.visited; ++i) {
     const uint64_t allowed = row.Allowed(i);

@@ -86,6 +86,9 @@ inline void FillRankTables(const QuantizedProblem& p, RankTables* t) {
     for (int byte = 0; byte < 4; ++byte) {
       t->exponent_bytes[byte][i] = static_cast<uint8_t>(t->exponents[i] >> (8 * byte));
     }
+    for (int word = 0; word < 2; ++word) {
+      t->exponent_words[word][i] = static_cast<uint16_t>(t->exponents[i] >> (16 * word));
+    }
   }
   t->weights[256] = 0.0f;
   t->exponents[256] = 0;

@@ -22,8 +22,9 @@ struct RankTables {
   int32_t zero_rank;        // of the first rounding
   float weights[257];       // exp of the difference
   uint32_t exponents[257];  // the same, times 2^31
-  // Byte i of all of them: for lookups of bytes.
+  // Byte i, and word i, of all of them: for lookups in registers.
   alignas(64) uint8_t exponent_bytes[4][256];
+  alignas(64) uint16_t exponent_words[2][256];
 };
 
 // The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows,

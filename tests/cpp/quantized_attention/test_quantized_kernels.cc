@@ -225,6 +225,31 @@ TEST(QuantizedAttentionOverManyKeys) {
   CountCases(static_cast<int64_t>(IsasOfThisMachine().size()));
 }
 
+// So many equal exponentials are more than 32 bits of a lane hold.
+TEST(QuantizedAttentionAddsManyExponentials) {
+  Drawn drawn;
+  QuantizedAttentionArgs& args = drawn.args;
+  args.attention.shape = {1, 1, 1, 1, 2200000, 1, 1, DType::kF32};
+  const AttentionShape& shape = args.attention.shape;
+  Random random(8);
+  args.attention.query = DrawCodes(&random, 1, 1, 1, 1, &drawn.query);
+  args.attention.key = DrawCodes(&random, 1, 1, shape.T, 1, &drawn.key);
+  args.attention.value = DrawCodes(&random, 1, 1, shape.T, 1, &drawn.value);
+  drawn.key.assign(drawn.key.size(), 7);
+  drawn.value.assign(drawn.value.size(), 200);
+  for (Quantization* q : {&args.query, &args.key, &args.value}) *q = Quantization{0.01f, 0, false};
+  args.weight = Quantization{1.0f / (100.0f * 2200000.0f), 0, false};  // each weight has code 100
+  args.score = Quantization{0.01f, 0, false};
+  drawn.output.assign(1, 0.0f);
+  args.attention.output.data = drawn.output.data();
+  args.attention.output.stride = {1, 1, 1};
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    RunKernel(isa, 1, &drawn);
+    CHECK(std::fabs(drawn.output[0] - 2.0f) < 1e-5f, CpuIsaName(isa), ": ", drawn.output[0]);
+  }
+  CountCases(static_cast<int64_t>(IsasOfThisMachine().size()));
+}
+
 TEST(QuantizedAttentionDoesNotDependOnThreads) {
   const int cases = Cases(20);
   for (int seed = 1000; seed < 1000 + cases; ++seed) {
