@@ -209,8 +209,7 @@ class CoreSearch:
             form.known[node.output[0]] = node.output[0]
             return str(node.output[0])
         result = form.add("Softmax", [source], axis=attributes.get("axis", -1))
-        if node.name:
-            form.nodes[-1].name = node.name  # by which options name the site
+        form.nodes[-1].name = node.name or node.output[0]  # by which options name the site
         form.known[node.output[0]] = result
         return result
 
