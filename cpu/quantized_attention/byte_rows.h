@@ -31,6 +31,16 @@ struct ByteTable {
 #endif
 
 #if defined(__AVX512BW__)
+// Ranks of 64 rounded numbers of steps.
+inline __m512i PackRanks(const __m512i (&steps)[4], int32_t zero_rank) {
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(zero_rank));
+  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
+  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+}
+
 // The ranks of 64 products.
 inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
   const __m512 factor = _mm512_set1_ps(t.factor), most = _mm512_set1_ps(1e6f);
@@ -39,12 +49,7 @@ inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
     const __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(products + 16 * i)), factor);
     steps[i] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));  // far below 0 it is the least integer, as it should be
   }
-  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(t.zero_rank));
-  const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
-  const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
-  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
+  return PackRanks(steps, t.zero_rank);
 }
 
 inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
@@ -61,6 +66,43 @@ inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allo
 #endif
   const __m512i max = _mm512_loadu_si512(most);
   _mm512_storeu_si512(most, _mm512_mask_max_epu8(max, allowed, max, rounded));
+}
+#elif defined(__AVX2__)
+// Byte i: all bits where bit i is set.
+inline __m256i BytesOfBits(uint32_t bits) {
+  const __m256i bytes =
+      _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int32_t>(bits)),
+                          _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303));
+  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
+  return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
+}
+// The ranks of 32 products.
+inline __m256i RoundProducts(const int32_t* products, const RankTables& t) {
+  const __m256 factor = _mm256_set1_ps(t.factor), most = _mm256_set1_ps(1e6f);
+  __m256i steps[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(products + 8 * i));
+    const __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(loaded), factor);
+    steps[i] = _mm256_cvtps_epi32(_mm256_min_ps(x, most));  // far below 0 it is the least integer, as it should be
+  }
+  const __m256i zero = _mm256_set1_epi16(static_cast<int16_t>(t.zero_rank));
+  const __m256i words01 = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1]), zero);
+  const __m256i words23 = _mm256_adds_epi16(_mm256_packs_epi32(steps[2], steps[3]), zero);
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words01, words23), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
+  for (int k = 0; k < kTileKeys; k += 32) {
+    auto* const to = reinterpret_cast<__m256i*>(ranks + k);
+    _mm256_storeu_si256(to, RoundProducts(products + k, t));
+    if (!t.has_one_rounding) {
+      for (int i = k; i < k + 32; ++i) ranks[i] = t.last[ranks[i]];
+    }
+    auto* const max = reinterpret_cast<__m256i*>(most + k);
+    const __m256i kept = _mm256_and_si256(_mm256_loadu_si256(to), BytesOfBits(static_cast<uint32_t>(allowed >> k)));
+    _mm256_storeu_si256(max, _mm256_max_epu8(_mm256_loadu_si256(max), kept));
+  }
 }
 #else
 inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
@@ -82,6 +124,33 @@ inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allo
 }
 #endif
 
+// The ranks of weights by the difference of a score's rank to the row's largest: table [256] of weights times `factor`,
+// rounded. zero: the rank of 0.
+inline void RoundWeightTable(const float* weights, float factor, int32_t zero, uint8_t* table) {
+  const float high = static_cast<float>(255 - zero);
+#if defined(__AVX512BW__)
+  // Whole vectors are stored: they are read again at once, which narrower stores would delay.
+  const __m512 factors = _mm512_set1_ps(factor), most = _mm512_set1_ps(high);
+  for (int i = 0; i < 256; i += 64) {
+    __m512i steps[4];
+    for (int v = 0; v < 4; ++v) {
+      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(weights + i + 16 * v), factors);
+      steps[v] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));
+    }
+    _mm512_storeu_si512(table + i, PackRanks(steps, zero));
+  }
+#else
+  // The bits of a number below 2^22 that is added to 1.5 * 2^23 end with its nearest integer.
+  for (int i = 0; i < 256; ++i) {
+    const float steps = weights[i] * factor;
+    const float moved = (steps > high ? high : steps) + kRoundToInteger;
+    uint32_t bits;
+    std::memcpy(&bits, &moved, sizeof(bits));
+    table[i] = static_cast<uint8_t>(bits + static_cast<uint32_t>(zero));
+  }
+#endif
+}
+
 // How many tiles a row visits, and where they lie: `codes` and `allowed` of the first one.
 struct RowTiles {
   uint8_t* codes;
@@ -93,6 +162,7 @@ struct RowTiles {
 
 // The sum of the exponentials of a row, times 2^31. most: its largest rank.
 inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t most) {
+  uint64_t total = 0;
 #if defined(__AVX512VBMI__)
   const ByteTable tables[4] = {ByteTable(t.exponent_bytes[0]), ByteTable(t.exponent_bytes[1]),
                                ByteTable(t.exponent_bytes[2]), ByteTable(t.exponent_bytes[3])};
@@ -109,38 +179,105 @@ inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t m
       sums[byte] = _mm512_add_epi64(sums[byte], _mm512_sad_epu8(found, none));
     }
   }
-  uint64_t total = 0;
-  for (int byte = 0; byte < 4; ++byte)
+  for (int byte = 0; byte < 4; ++byte) {
     total += static_cast<uint64_t>(_mm512_reduce_add_epi64(sums[byte])) << (8 * byte);
-  return total;
-#else
-  uint64_t total = 0;
+  }
+#elif defined(__AVX512BW__)
+  const __m512i max = _mm512_set1_epi32(most), low = _mm512_set1_epi64(0xffffffff);
+  __m512i sums = _mm512_setzero_si512();
   for (int64_t i = 0; i < row.visited; ++i) {
     const uint64_t allowed = row.Allowed(i);
-    if (allowed == 0) continue;
-    const uint8_t* const codes = row.Codes(i);
-    for (int k = 0; k < kTileKeys; ++k) total += t.exponents[(allowed >> k & 1) != 0 ? most - codes[k] : 256];
+    for (int k = 0; k < kTileKeys && allowed != 0; k += 16) {
+      const __m512i ranks = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row.Codes(i) + k)));
+      const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), static_cast<__mmask16>(allowed >> k),
+                                                        _mm512_sub_epi32(max, ranks), t.exponents, 4);
+      sums = _mm512_add_epi64(sums, _mm512_add_epi64(_mm512_and_si512(found, low), _mm512_srli_epi64(found, 32)));
+    }
   }
-  return total;
+  total = static_cast<uint64_t>(_mm512_reduce_add_epi64(sums));
+#else
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const uint64_t allowed = row.Allowed(i);
+    const uint8_t* const codes = row.Codes(i);
+    // Two sums: an addition need not wait for the one before.
+    uint64_t sums[2] = {0, 0};
+    if (allowed == ~uint64_t{0}) {
+      for (int k = 0; k < kTileKeys; ++k) sums[k % 2] += t.exponents[most - codes[k]];
+    } else if (allowed != 0) {
+      for (int k = 0; k < kTileKeys; ++k) sums[k % 2] += t.exponents[(allowed >> k & 1) != 0 ? most - codes[k] : 256];
+    }
+    total += sums[0] + sums[1];
+  }
 #endif
+  return total;
 }
+
+#if defined(__AVX2__)
+// Entries of a table [257] up to the last one that is not that of 0: weights fall.
+inline int EntriesBeforeZero(const uint8_t* table) {
+  int used = 256;
+  while (used > 0 && table[used - 1] == table[256]) --used;
+  return used;
+}
+#endif
 
 // Replaces the ranks of a row's scores by those of its weights, by table [257] of the difference to the largest rank;
 // entry 256, and what stands for forbidden keys, is the rank of 0. Returns the sum of ranks, counted from it.
 inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t most) {
   const uint8_t zero = table[256];
   int64_t total = 0;
-#if defined(__AVX512VBMI__)
-  const ByteTable weights(table);
+#if defined(__AVX512BW__)
   const __m512i max = _mm512_set1_epi8(static_cast<char>(most)), none = _mm512_set1_epi8(static_cast<char>(zero));
   __m512i sums = _mm512_setzero_si512();
+#if defined(__AVX512VBMI__)
+  const ByteTable weights(table);
+#else
+  const int used = EntriesBeforeZero(table);
+#endif
   for (int64_t i = 0; i < row.visited; ++i) {
     const __m512i below = _mm512_sub_epi8(max, _mm512_loadu_si512(row.Codes(i)));
-    const __m512i found = _mm512_mask_mov_epi8(none, row.Allowed(i), weights.Look(below));
-    _mm512_storeu_si512(row.Codes(i), found);
-    sums = _mm512_add_epi64(sums, _mm512_sad_epu8(found, _mm512_setzero_si512()));
+#if defined(__AVX512VBMI__)
+    const __m512i found = weights.Look(below);
+#else
+    // 16 entries at a time. An index beyond them gets its high bit set, by which the shuffle gives 0.
+    __m512i found = none;
+    for (int entry = 0; entry < used; entry += 16) {
+      const __m512i index = _mm512_sub_epi8(below, _mm512_set1_epi8(static_cast<char>(entry)));
+      const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table + entry)));
+      const __m512i moved = _mm512_sub_epi8(entries, none);
+      found = _mm512_add_epi8(found, _mm512_shuffle_epi8(moved, _mm512_adds_epu8(index, _mm512_set1_epi8(0x70))));
+    }
+#endif
+    const __m512i kept = _mm512_mask_mov_epi8(none, row.Allowed(i), found);
+    _mm512_storeu_si512(row.Codes(i), kept);
+    sums = _mm512_add_epi64(sums, _mm512_sad_epu8(kept, _mm512_setzero_si512()));
   }
   total = _mm512_reduce_add_epi64(sums);
+#elif defined(__AVX2__)
+  const __m256i max = _mm256_set1_epi8(static_cast<char>(most)), none = _mm256_set1_epi8(static_cast<char>(zero));
+  __m256i sums = _mm256_setzero_si256();
+  const int used = EntriesBeforeZero(table);
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const uint64_t allowed = row.Allowed(i);
+    for (int k = 0; k < kTileKeys; k += 32) {
+      auto* const codes = reinterpret_cast<__m256i*>(row.Codes(i) + k);
+      const __m256i below = _mm256_sub_epi8(max, _mm256_loadu_si256(codes));
+      __m256i found = none;
+      for (int entry = 0; entry < used; entry += 16) {
+        const __m256i index = _mm256_sub_epi8(below, _mm256_set1_epi8(static_cast<char>(entry)));
+        const __m256i entries =
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table + entry)));
+        const __m256i moved = _mm256_sub_epi8(entries, none);
+        found = _mm256_add_epi8(found, _mm256_shuffle_epi8(moved, _mm256_adds_epu8(index, _mm256_set1_epi8(0x70))));
+      }
+      const __m256i kept = _mm256_blendv_epi8(none, found, BytesOfBits(static_cast<uint32_t>(allowed >> k)));
+      _mm256_storeu_si256(codes, kept);
+      sums = _mm256_add_epi64(sums, _mm256_sad_epu8(kept, _mm256_setzero_si256()));
+    }
+  }
+  int64_t lanes[4];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sums);
+  total = lanes[0] + lanes[1] + lanes[2] + lanes[3];
 #else
   for (int64_t i = 0; i < row.visited; ++i) {
     uint8_t* const codes = row.Codes(i);

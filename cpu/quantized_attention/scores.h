@@ -60,7 +60,8 @@ inline void FillRankTables(const QuantizedProblem& p, RankTables* t) {
   float unit = args.query.scale * args.key.scale;  // of products, or of ranks after a rounding
   t->has_one_rounding = true;
   for (int i = 0; i < 256; ++i) t->last[i] = static_cast<uint8_t>(i);
-  for (const Quantization* next : {&args.score, &args.scaled_score, &args.biased_score}) {
+  const Quantization* const roundings[] = {&args.score, &args.scaled_score, &args.biased_score};
+  for (const Quantization* next : roundings) {
     if (!next->given()) continue;
     const bool scales = next != &args.score && !is_scaled;
     if (before == nullptr) {

@@ -75,7 +75,7 @@ inline void RoundRanks(const QuantizedProblem& p, const RowScratch& s, int64_t r
   const Quantization& weight = p.args->weight;
   const float factor = StepsOfWeight(p, found);
   uint8_t table[257];
-  for (int i = 0; i < 256; ++i) table[i] = RankOf(s.tables->weights[i] * factor, weight);
+  RoundWeightTable(s.tables->weights, factor, weight.zero_rank(), table);
   table[256] = static_cast<uint8_t>(weight.zero_rank());
   s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, found.most);
 }
@@ -124,8 +124,7 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
   const auto zero = static_cast<uint8_t>(weight.zero_rank());
   const int32_t value_zero = SignedZero(p.args->value);
   alignas(64) int32_t terms[kColumns], sums[kColumns];
-  Fill(s.sums, s.sums + Int8::kRows * kColumns, 0.0f);
-  for (int64_t begin = 0; begin < visited; begin += kExactKeys / kTileKeys) {
+  for (int64_t begin = 0; begin == 0 || begin < visited; begin += kExactKeys / kTileKeys) {
     const int64_t end = Min(visited, begin + kExactKeys / kTileKeys);
     SumBlock<kVectors> block;
 #pragma GCC unroll 6
@@ -133,7 +132,7 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) block.of[r][v] = Int8::Set1(0);
     }
-    Fill(terms, terms + kColumns, 0);
+    if (zero != 0) Fill(terms, terms + kColumns, 0);
     for (int64_t i = begin; i < end; ++i) {
       const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
       if (!HasWeights(codes, zero)) continue;
@@ -148,7 +147,13 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
     for (int r = 0; r < Int8::kRows; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) Int8::Store(sums + v * Int8::kLanes, block.of[r][v]);
-      for (int c = 0; c < kColumns; ++c) s.sums[r * kColumns + c] += static_cast<float>(sums[c] + terms[c]);
+      float* const to = s.sums + r * kColumns;
+      for (int c = 0; c < kColumns && zero != 0; ++c) sums[c] += terms[c];
+      if (begin == 0) {
+        for (int c = 0; c < kColumns; ++c) to[c] = static_cast<float>(sums[c]);
+      } else {
+        for (int c = 0; c < kColumns; ++c) to[c] += static_cast<float>(sums[c]);
+      }
     }
   }
   for (int r = 0; r < Int8::kRows && value_zero != 0; ++r) {

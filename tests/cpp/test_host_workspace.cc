@@ -353,5 +353,32 @@ TEST(WorkspaceOfPagedAttention) {
   }
 }
 
+TEST(WorkspaceOfQuantizedAttention) {
+  float scale = 0.1f;
+  int8_t zero = 3;
+  for (const int64_t S : {1, 40, 300}) {
+    for (const int64_t T : {1, 65, 20000}) {
+      for (int form = 0; form < 8; ++form) {
+        const bool has_pad = form % 2 == 1, has_rounding = form / 2 % 2 == 1, is_constant = form / 4 == 1;
+        Node node("StofQuantizedAttention");
+        std::string roles = "query_scale key_scale key_zero_point value_scale weight_scale";
+        roles += std::string(has_rounding ? " score_scale" : "") + (has_pad ? " pad" : "");
+        node.attributes.strings["operands"] = roles;
+        node.attributes.strings["mask"] = has_pad ? "abs(q - k) <= 40 and pad[b, k]" : "";
+        node.AddInput(DType::kU8, {2, 2, S, 20});
+        node.AddInput(DType::kI8, {2, 1, T, 20});
+        node.AddInput(DType::kI8, {2, 1, T, 36});
+        for (int i = 0; i < (has_rounding ? 6 : 5); ++i) {
+          Tensor scalar = TensorOfShape(i == 2 ? DType::kI8 : DType::kF32, {});
+          scalar.data = i == 2 ? static_cast<void*>(&zero) : &scale;
+          node.Add(scalar, is_constant);
+        }
+        if (has_pad) node.AddInput(DType::kBool, {2, T});
+        node.Check(Text("S ", S, ", T ", T, ", form ", form));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace stof::test

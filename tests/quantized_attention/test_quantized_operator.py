@@ -151,6 +151,37 @@ def test_the_runtimes_own_quantized_graph(types: str, optimized: bool) -> None:
     assert steps.max() <= 256
 
 
+@pytest.mark.parametrize("S", [5, 70])
+@pytest.mark.parametrize("further", [{"score": Codes(0.3, 128)}, {}])
+def test_masks_of_the_run(S: int, further: dict[str, Codes]) -> None:
+    """Segments, key counts, and padding inside an or: conjuncts that a kernel asks for tile by tile."""
+    rng = np.random.default_rng(S)
+    tensors = draw(11, S=S, T=150)
+    operands = {
+        "pad": rng.random((2, 150)) < 0.5,
+        "segment_q": np.sort(rng.integers(0, 4, (2, S))),
+        "segment_k": np.sort(rng.integers(0, 4, (2, 150))).astype(np.int32),
+        "lengths": np.array([150, 77]),
+    }
+    mask = "(pad[b, k] or k <= q) and segment_q[b, q] == segment_k[b, k] and k < lengths[b]"
+    node = Node(tensors, codes_for(tensors, **further), operands, {"mask": mask})
+    q, k = np.arange(S)[:, None], np.arange(150)[None]
+    allowed = operands["pad"][:, None] | (k <= q)
+    allowed = allowed & (operands["segment_q"][:, :, None] == operands["segment_k"][:, None])
+    allowed = allowed & (k < operands["lengths"][:, None, None])
+    assert_near(node.run(), node, allowed[:, None])
+
+
+def test_tables_of_a_mask() -> None:
+    """Constant ones make a block mask; those that are inputs are read in each run."""
+    rng = np.random.default_rng(12)
+    tensors = draw(12, S=70, T=150)
+    table = rng.integers(0, 3, 150)
+    node = Node(tensors, codes_for(tensors, score=Codes(0.3, 128)), {"table0": table}, {"mask": "table0[k] == q % 3"})
+    allowed = table[None] == np.arange(70)[:, None] % 3
+    assert_near(node.run(), node, allowed[None, None])
+
+
 def test_fully_masked_rows() -> None:
     tensors = draw(7, B=1)
     codes = codes_for(tensors, score=Codes(0.3, 128), weight=Codes(1 / 1000))

@@ -61,7 +61,7 @@ class QuantizationBinder {
     if (!(bound->scale > 0.0f) || !std::isfinite(bound->scale)) {
       return Status::Error(name + kScale + " is " + PrintFloat(bound->scale) + ", expected a finite number above 0");
     }
-    if (zero == nullptr) return Status();
+    if (zero == nullptr || zero->data == UnreadData()) return Status();
     bound->zero_point = bound->is_signed ? int32_t{*static_cast<const int8_t*>(zero->data)}
                                          : int32_t{*static_cast<const uint8_t*>(zero->data)};
     return Status();
