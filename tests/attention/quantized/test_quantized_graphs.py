@@ -165,6 +165,10 @@ REFUSED = {
         lambda: quantized_attention(Numbers(weight=None)),
         "the scores are rounded to 8 bits, and the attention weights are not",
     ),
+    "mask that a rounding behind it limits": (
+        lambda: quantized_attention(EVERY, mask="pad"),
+        "the rounding behind the mask takes masked scores to -6.25, which does not forbid; --dequantize-attention",
+    ),
     "codes of 16 bits": (
         lambda: with_type(quantized_attention(opset=21), "weight_z", np.array(0, np.uint16)),
         "kernels take int8 and uint8",
@@ -222,6 +226,13 @@ def test_other_targets_have_no_kernels(target: str, tmp_path: Path) -> None:
     report, _ = optimized(quantized_attention(), tmp_path, Options(dry_run=True, target=target))
     (site,) = report.sites
     assert "is rounded to 8 bits" in site.reason
+
+
+def test_the_standard_operator_does_not_round(tmp_path: Path) -> None:
+    report, _ = optimized(quantized_attention(opset=23), tmp_path, Options(dry_run=True, emit="standard"))
+    (site,) = report.sites
+    assert not site.replaced
+    assert "are rounded to 8 bits, which Attention does not do" in site.reason
 
 
 _OPERATORS = """

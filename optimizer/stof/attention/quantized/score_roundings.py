@@ -133,6 +133,7 @@ def with_roundings(
     types = [symbolic.dtype(c) for c in codes]
     if odd := [(c, t) for c, t in zip(codes, types, strict=True) if t not in _CODES]:
         raise RoundingError(f"{odd[0][0]!r} has element type {odd[0][1]}, expected codes of int8 or uint8")
+    steps = constants.steps(roles["biased_score"]) if "biased_score" in roles else None
     roundings = SiteRoundings(
         quantizers[0],
         quantizers[1],
@@ -142,6 +143,7 @@ def with_roundings(
         roles.get("scaled_score"),
         roles.get("biased_score"),
         is_weight_by_range=by_range,
+        lowest=None if steps is None else steps.lowest,
         code_types=(types[0], types[1], types[2]),
         sources=(*(r.source for r in way.scores.roundings), way.weight[0]),
         unrounded=frozenset(t.tensor for t in site.terms) & unrounded,
