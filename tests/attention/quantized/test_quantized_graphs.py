@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from attention_forms import reason
 from quantized_models import Numbers, draw_codes, quantized_attention, run
 
 import stof
@@ -178,6 +179,26 @@ REFUSED = {
         "scale for each channel",
     ),
 }
+
+
+def shifted() -> onnx.ModelProto:
+    """Scores less their row's maximum are rounded: the same codes mean other scores in each row."""
+    model = quantized_attention(Numbers(score=None, scaled_score=(0.03, 127)))
+    nodes = list(model.graph.node)
+    at = next(i for i, n in enumerate(nodes) if n.op_type == "QuantizeLinear" and n.input[0] == "scaled")
+    nodes[at].input[0] = "shifted"
+    made = [
+        onnx.helper.make_node("Constant", [], ["last"], value_ints=[-1]),
+        onnx.helper.make_node("ReduceMax", ["scaled", "last"], ["largest"], keepdims=1),
+        onnx.helper.make_node("Sub", ["scaled", "largest"], ["shifted"]),
+    ]
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes[:at], *made, *nodes[at:]])
+    return model
+
+
+def test_scores_that_are_shifted_before_a_rounding_stay() -> None:
+    assert "which moves each row by a number of its own; --dequantize-attention" in reason(shifted())
 
 
 def with_type(model: onnx.ModelProto, name: str, array: np.ndarray, channels: int = 0) -> onnx.ModelProto:
