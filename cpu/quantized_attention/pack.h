@@ -25,8 +25,8 @@ inline const uint8_t* RowOf(const TensorView& view, int64_t b, int64_t head, int
   return static_cast<const uint8_t*>(view.data) + b * view.stride.b + head * view.stride.h + row * view.stride.s;
 }
 
-// Keys of a tile: [quads][keys][4]; what does not exist is 0. sums: of the values of each key, times minus the zero
-// point of the query.
+// Keys of a tile: [quads][keys][4]; what does not exist is 0. sums: what a key adds to each of its products, for the
+// zero point of the query.
 inline void PackKeyTile(const QuantizedProblem& p, int64_t b, int64_t g, int64_t tile, int8_t* packed, int32_t* sums) {
   const QuantizedAttentionArgs& args = *p.args;
   const AttentionShape& shape = args.attention.shape;
@@ -52,7 +52,7 @@ inline void PackKeyTile(const QuantizedProblem& p, int64_t b, int64_t g, int64_t
       }
       for (int64_t d = 0; d < shape.D; ++d) sum += static_cast<int8_t>(row[d] ^ flip);
     }
-    sums[k] = -query_zero * sum;
+    sums[k] = (Int8::kRowOffset - query_zero) * sum;
   }
 }
 

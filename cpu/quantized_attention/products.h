@@ -5,6 +5,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(STOF_NEON)
+#include <arm_neon.h>
 #endif
 
 #include <cstdint>
@@ -18,8 +20,10 @@ namespace {
 
 // A set of columns of a register block: a lane has the four values of a column that stand one behind the other. Quad:
 // four values of a row, for all lanes. Without instructions for four products of bytes, both are split into 16 bits.
+// kRowOffset: what is subtracted from values of rows where instructions take both factors as int8.
 #if defined(__AVX512VNNI__)
 struct Int8Vnni {
+  static constexpr int kRowOffset = 0;
   static constexpr int kLanes = 16;
   // 6 x 4 sums, 4 columns, a quad: 29 of 32 registers.
   static constexpr int kRows = 6, kVectors = 4;
@@ -41,6 +45,7 @@ struct Int8Vnni {
 using Int8 = Int8Vnni;
 #elif defined(__AVX512BW__)
 struct Int8Avx512 {
+  static constexpr int kRowOffset = 0;
   static constexpr int kLanes = 16;
   static constexpr int kRows = 6, kVectors = 2;
   using Sums = __m512i;
@@ -70,6 +75,7 @@ struct Int8Avx512 {
 using Int8 = Int8Avx512;
 #elif defined(__AVX2__)
 struct Int8Avx2 {
+  static constexpr int kRowOffset = 0;
   static constexpr int kLanes = 8;
   // 4 x 2 sums, 4 columns, 2 quads: 14 of 16 registers.
   static constexpr int kRows = 4, kVectors = 2;
@@ -98,8 +104,31 @@ struct Int8Avx2 {
   }
 };
 using Int8 = Int8Avx2;
+#elif defined(STOF_NEON) && defined(__ARM_FEATURE_DOTPROD)
+struct Int8Dotprod {
+  static constexpr int kRowOffset = 128;
+  static constexpr int kLanes = 4;
+  // 6 x 4 sums, 4 columns, a quad: 29 of 32 registers.
+  static constexpr int kRows = 6, kVectors = 4;
+  using Sums = int32x4_t;
+  using Columns = int8x16_t;
+  using Quad = int8x16_t;
+  static Sums Load(const int32_t* p) { return vld1q_s32(p); }
+  static void Store(int32_t* p, Sums v) { vst1q_s32(p, v); }
+  static Sums Set1(int32_t x) { return vdupq_n_s32(x); }
+  static Sums Add(Sums a, Sums b) { return vaddq_s32(a, b); }
+  static Columns LoadColumns(const int8_t* p) { return vld1q_s8(p); }
+  static Quad LoadQuad(const uint8_t* p) {
+    uint32_t x;
+    std::memcpy(&x, p, 4);
+    return vreinterpretq_s8_u32(vdupq_n_u32(x ^ 0x80808080u));
+  }
+  static Sums Dot(Sums sums, Quad quad, Columns columns) { return vdotq_s32(sums, quad, columns); }
+};
+using Int8 = Int8Dotprod;
 #else
 struct Int8Portable {
+  static constexpr int kRowOffset = 0;
   static constexpr int kLanes = 4;
   static constexpr int kRows = 4, kVectors = 2;
   typedef int32_t Sums __attribute__((vector_size(16)));

@@ -122,6 +122,7 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
   const int64_t stride = 4 * p.dv_padded;
   const Quantization& weight = p.args->weight;
   const auto zero = static_cast<uint8_t>(weight.zero_rank());
+  const int32_t moved_zero = weight.zero_rank() - Int8::kRowOffset;
   const int32_t value_zero = SignedZero(p.args->value);
   alignas(64) int32_t terms[kColumns], sums[kColumns];
   for (int64_t begin = 0; begin == 0 || begin < visited; begin += kExactKeys / kTileKeys) {
@@ -132,23 +133,23 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) block.of[r][v] = Int8::Set1(0);
     }
-    if (zero != 0) Fill(terms, terms + kColumns, 0);
+    if (moved_zero != 0) Fill(terms, terms + kColumns, 0);
     for (int64_t i = begin; i < end; ++i) {
       const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
       if (!HasWeights(codes, zero)) continue;
       const int64_t tile = head * p.key_tiles + s.tiles[i];
       AddProducts<kVectors>(codes, kTileKeys, p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride,
                             kTileKeys / 4, &block);
-      if (zero == 0) continue;
+      if (moved_zero == 0) continue;
       const int32_t* const values = p.value_sums + tile * p.dv_padded + column;
-      for (int c = 0; c < kColumns; ++c) terms[c] -= zero * values[c];
+      for (int c = 0; c < kColumns; ++c) terms[c] -= moved_zero * values[c];
     }
 #pragma GCC unroll 6
     for (int r = 0; r < Int8::kRows; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) Int8::Store(sums + v * Int8::kLanes, block.of[r][v]);
       float* const to = s.sums + r * kColumns;
-      for (int c = 0; c < kColumns && zero != 0; ++c) sums[c] += terms[c];
+      for (int c = 0; c < kColumns && moved_zero != 0; ++c) sums[c] += terms[c];
       if (begin == 0) {
         for (int c = 0; c < kColumns; ++c) to[c] = static_cast<float>(sums[c]);
       } else {
@@ -164,14 +165,9 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
 
 using MultiplyFunction = void (*)(const QuantizedProblem&, const RowScratch&, int64_t, int64_t, int64_t, int64_t);
 inline MultiplyFunction MultiplyOf(int64_t vectors) {
-  static constexpr MultiplyFunction kOf[] = {
-      MultiplyValues<1>,
-      MultiplyValues<2>,
-#if defined(__AVX512VNNI__)
-      MultiplyValues<3>,
-      MultiplyValues<4>,
-#endif
-  };
+  constexpr int kMost = Int8::kVectors;
+  static constexpr MultiplyFunction kOf[] = {MultiplyValues<1>, MultiplyValues<2>, MultiplyValues<(kMost > 2 ? 3 : 1)>,
+                                             MultiplyValues<(kMost > 3 ? 4 : 1)>};
   return kOf[vectors - 1];
 }
 
