@@ -118,21 +118,7 @@ def with_roundings(
     by_range = constants.is_by_range(way.weight[1])
     for quantizer in (*roles.values(), *([] if by_range else [way.weight[1]])):
         _check_codes(constants, quantizer)
-    codes, quantizers = [], []
-    for operand, role in zip((site.query, site.key, site.value), ("query", "key", "value"), strict=True):
-        dequantize = find_dequantize(index, operand.tensor)
-        if dequantize is None or site.dtype != TensorProto.FLOAT:
-            raise RoundingError(
-                f"scores or weights are rounded to 8 bits, and the {role} {operand.tensor!r} is no fp32 number of codes"
-            )
-        quantizer = quantizer_of(dequantize, 1)
-        if not constants.is_per_tensor(quantizer):
-            raise RoundingError(f"{describe(dequantize)} has a scale for each channel, expected one number")
-        codes.append(dequantize.input[0])
-        quantizers.append(quantizer)
-    types = [symbolic.dtype(c) for c in codes]
-    if odd := [(c, t) for c, t in zip(codes, types, strict=True) if t not in _CODES]:
-        raise RoundingError(f"{odd[0][0]!r} has element type {odd[0][1]}, expected codes of int8 or uint8")
+    quantizers, types = _find_codes(index, symbolic, site, constants)
     steps = constants.steps(roles["biased_score"]) if "biased_score" in roles else None
     roundings = SiteRoundings(
         quantizers[0],
@@ -150,6 +136,29 @@ def with_roundings(
     )
     words = "weights rounded by their range" if by_range else "rounded weights"
     return replace(site, roundings=roundings, form=f"{site.form}, {words}")
+
+
+def _find_codes(
+    index: GraphIndex, symbolic: Symbolic, site: AttentionSite, constants: QuantizedConstants
+) -> tuple[list[Quantizer], list[int]]:
+    """The quantizers of query, key and value, and the element types of their codes."""
+    codes: list[str] = []
+    quantizers: list[Quantizer] = []
+    for operand, role in zip((site.query, site.key, site.value), ("query", "key", "value"), strict=True):
+        dequantize = find_dequantize(index, operand.tensor)
+        if dequantize is None or site.dtype != TensorProto.FLOAT:
+            raise RoundingError(
+                f"scores or weights are rounded to 8 bits, and the {role} {operand.tensor!r} is no fp32 number of codes"
+            )
+        quantizer = quantizer_of(dequantize, 1)
+        if not constants.is_per_tensor(quantizer):
+            raise RoundingError(f"{describe(dequantize)} has a scale for each channel, expected one number")
+        codes.append(dequantize.input[0])
+        quantizers.append(quantizer)
+    types = [symbolic.dtype(c) for c in codes]
+    if odd := [(c, t) for c, t in zip(codes, types, strict=True) if t not in _CODES]:
+        raise RoundingError(f"{odd[0][0]!r} has element type {odd[0][1]}, expected codes of int8 or uint8")
+    return quantizers, types
 
 
 def _check_site(site: AttentionSite) -> None:
