@@ -214,7 +214,7 @@ def draw_codes(model: onnx.ModelProto, batch: int, length: int, seed: int = 0) -
         sizes = {"B": batch, "S": length}
         shape = [d.dim_value or sizes[d.dim_param] for d in tensor.shape.dim]
         kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        if kind.itemsize == 1:
+        if kind.kind in "iu" and kind.itemsize == 1:
             limits = np.iinfo(kind)
             feed[value.name] = rng.integers(limits.min, limits.max + 1, shape).astype(kind)
         elif kind.kind == "f":

@@ -28,7 +28,7 @@ from stof.attention.move_paths import (
     trace_views,
 )
 from stof.attention.quantized.parameters import match_rounding
-from stof.attention.quantized.score_roundings import ScoreRounding
+from stof.attention.quantized.score_roundings import RoundingError, ScoreRounding
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
 from stof.mask.score_view import ScoreView
@@ -190,6 +190,10 @@ class ScoreWalk:
         if is_move(self.symbolic, node):
             return self.walk(node.input[0], replace(passed, moves=(*scores.moves, node)), depth + 1)
         if subtracts_row_max(self.index, self.symbolic, node):
+            if scores.roundings:
+                raise RoundingError(
+                    f"scores are rounded behind {describe(node)}, which moves each row by a number of its own"
+                )
             return self.walk(node.input[0], passed, depth + 1)
         return None
 
@@ -200,11 +204,9 @@ class ScoreWalk:
             return None
         quantize, quantizer = found
         if scores.softcap or scores.floored or scores.spread_factor is not None:
-            raise UnsupportedError(
-                f"{describe(quantize)} rounds scores before they are bounded, or scaled by head or row"
-            )
+            raise RoundingError(f"{describe(quantize)} rounds scores that are bounded later, or scaled by head or row")
         rounding = ScoreRounding(quantizer, quantize.input[0], scores.factor, len(scores.terms))
-        rounded = replace(scores.with_node(node, "rounded scores").with_node(quantize))
+        rounded = scores.with_node(node, "rounded scores").with_node(quantize)
         return self.walk(quantize.input[0], replace(rounded, roundings=(*scores.roundings, rounding)), depth + 1)
 
     def floor(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores | None:

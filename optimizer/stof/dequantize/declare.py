@@ -71,7 +71,7 @@ def dequantize_attention(job: Job, given: Sequence[GivenFeed], is_dry: bool) -> 
             else:
                 result.sites.append(name)
                 chosen.append(core)
-        selections = {**job.selections, KEY: found.selection_of_others(job.selections[KEY], cores)}
+        selections = {**job.selections, KEY: found.selection_by_name(job.selections[KEY])}
         model = with_cores(job.model, chosen)
     return replace(job, model=model, dequantized=result, selections=selections)
 
@@ -96,21 +96,14 @@ class _FoundSites:
         """Why the search has refused a core."""
         return self._reasons.get(core.new_softmax, _OTHERS)
 
-    def selection_of_others(self, selection: Selection, cores: Sequence[QuantizedCore]) -> Selection:
-        """What options select of the model that the ops get, by names: what stays quantized is no longer counted there.
-
-        Raises:
-            ArgumentError: for patterns that name no site.
-        """
-        if not selection.only and not selection.skip:
-            return selection
-        quantized = {site.name for core in cores if (site := self.of(core)) is not None}
+    def selection_by_name(self, selection: Selection) -> Selection:
+        """What options select, by names: what stays quantized may have another number in the model that the ops get."""
         selected = [s for s in self._sites if not selection.reason_left_out(_named(s))]
         skipped = [s for s in self._sites if any(_named(s).matches(p) for p in selection.skip)]
         return replace(
             selection,
             only=tuple(s.name for s in selected) if selection.only else (),
-            skip=tuple(s.name for s in skipped if s.name not in quantized),
+            skip=tuple(s.name for s in skipped),
         )
 
 

@@ -61,6 +61,8 @@ def _summary_part(report: Report) -> str:
     sections = list(report.sections.values())
     headlines = [h for h in (s.headline(report.dry_run) for s in sections) if h]
     lede = [", ".join(headlines), result_words(report)]
+    if report.dequantized is not None:
+        lede = [report.dequantized.headline, *lede, *map(str.strip, report.dequantized.lines())]
     if report.sparsity is not None:  # outputs change: nothing comes before that
         lede = [report.sparsity.headline, *lede, *map(str.strip, report.sparsity.lines())]
     if report.attention_precision is not None:

@@ -38,6 +38,7 @@ class SiteRoundings:
         scaled_score: that of scaled scores.
         biased_score: that of scores behind masks and biases.
         is_weight_by_range: the scale of the weights is that of their range in the run; ``weight`` names it in the graph.
+        lowest: the lowest number of ``biased_score``, where it is known.
         code_types: ONNX element types of query, key and value.
         sources: the float tensors that are rounded.
         unrounded: masks of the site that the graph rounds before it adds them, which changes nothing of what they forbid.
@@ -51,6 +52,7 @@ class SiteRoundings:
     scaled_score: Quantizer | None = None
     biased_score: Quantizer | None = None
     is_weight_by_range: bool = False
+    lowest: float | None = None
     code_types: tuple[int, int, int] = (2, 2, 2)
     sources: tuple[str, ...] = ()
     unrounded: frozenset[str] = frozenset()

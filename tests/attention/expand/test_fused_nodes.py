@@ -217,7 +217,6 @@ def test_masks_of_different_strength(op: str, tmp_path: Path) -> None:
         (Fused("MultiHeadAttention", qkv(), TWO | {"softcap": 2.0}), "attribute 'softcap'"),
         (Fused("Attention", (*WEIGHTS, *[None] * 4, Given("more", (1,))), TWO), "input 7"),
         (Fused("Attention", WEIGHTS, TWO | {"past_present_share_buffer": 1}), "share a buffer"),
-        (Fused("QAttention", qkv(), TWO), "quantized projections"),
         (Fused("Attention", SELF, {"new": 1}, 1, 4, "", 24), "attribute 'new'"),
         (Fused("MultiHeadAttention", qkv("U"), TWO | {"unidirectional": 1}), "which keys come before a query"),
         (

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from attention_forms import reason
 from quantized_models import Numbers, draw_codes, quantized_attention, run
 
 import stof
@@ -19,6 +20,7 @@ from stof.errors import VerifyError
 from stof.mask.roundings import Steps
 from stof.mask.site import AttentionSite
 from stof.options import Options
+from stof.symbolic import Symbolic
 
 FINE = Numbers(score=None)
 EVERY = Numbers(scaled_score=(0.03, 2), biased_score=(0.05, -3))
@@ -164,6 +166,10 @@ REFUSED = {
         lambda: quantized_attention(Numbers(weight=None)),
         "the scores are rounded to 8 bits, and the attention weights are not",
     ),
+    "mask that a rounding behind it limits": (
+        lambda: quantized_attention(EVERY, mask="pad"),
+        "the rounding behind the mask takes masked scores to -6.25, which does not forbid; --dequantize-attention",
+    ),
     "codes of 16 bits": (
         lambda: with_type(quantized_attention(opset=21), "weight_z", np.array(0, np.uint16)),
         "kernels take int8 and uint8",
@@ -173,6 +179,26 @@ REFUSED = {
         "scale for each channel",
     ),
 }
+
+
+def shifted() -> onnx.ModelProto:
+    """Scores less their row's maximum are rounded: the same codes mean other scores in each row."""
+    model = quantized_attention(Numbers(score=None, scaled_score=(0.03, 127)))
+    nodes = list(model.graph.node)
+    at = next(i for i, n in enumerate(nodes) if n.op_type == "QuantizeLinear" and n.input[0] == "scaled")
+    nodes[at].input[0] = "shifted"
+    made = [
+        onnx.helper.make_node("Constant", [], ["last"], value_ints=[-1]),
+        onnx.helper.make_node("ReduceMax", ["scaled", "last"], ["largest"], keepdims=1),
+        onnx.helper.make_node("Sub", ["scaled", "largest"], ["shifted"]),
+    ]
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes[:at], *made, *nodes[at:]])
+    return model
+
+
+def test_scores_that_are_shifted_before_a_rounding_stay() -> None:
+    assert "which moves each row by a number of its own; --dequantize-attention" in reason(shifted())
 
 
 def with_type(model: onnx.ModelProto, name: str, array: np.ndarray, channels: int = 0) -> onnx.ModelProto:
@@ -221,3 +247,61 @@ def test_other_targets_have_no_kernels(target: str, tmp_path: Path) -> None:
     report, _ = optimized(quantized_attention(), tmp_path, Options(dry_run=True, target=target))
     (site,) = report.sites
     assert "is rounded to 8 bits" in site.reason
+
+
+def test_the_standard_operator_does_not_round(tmp_path: Path) -> None:
+    report, _ = optimized(quantized_attention(opset=23), tmp_path, Options(dry_run=True, emit="standard"))
+    (site,) = report.sites
+    assert not site.replaced
+    assert "are rounded to 8 bits, which Attention does not do" in site.reason
+
+
+_OPERATORS = """
+<ir_version: 8, opset_import: ["": 18, "com.microsoft": 1]>
+g (uint8[B,4,S,8] q, uint8[B,4,8,S] k, uint8[B,4,S,8] v, bool[B,1,1,S] keep) => (uint8[a,b,c,d] out)
+<float qs = {0.03}, uint8 qz = {128}, float ks = {0.02}, uint8 kz = {120}, float vs = {0.04}, uint8 vz = {131},
+ float ss = {0.09}, uint8 sz = {127}, float fs = {80.0}, uint8 fz = {255}, uint8 fill = {0},
+ float ws = {80.0}, uint8 wz = {255}, float ps = {0.00390625}, uint8 pz = {0}, float os = {0.02}, uint8 oz = {128}>
+{
+  s = QLinearMatMul (q, qs, qz, k, ks, kz, ss, sz)
+  m = com.microsoft.QLinearWhere (keep, s, ss, sz, fill, fs, fz, ws, wz)
+  p = com.microsoft.QLinearSoftmax <axis = -1, opset = 18> (m, ws, wz, ps, pz)
+  out = QLinearMatMul (p, ps, pz, v, vs, vz, os, oz)
+}
+"""
+
+
+def test_a_mask_in_operator_form(tmp_path: Path) -> None:
+    """QLinearWhere fills with -20400, behind which a code is 80: all allowed scores have one code, and equal weights."""
+    model = onnx.parser.parse_model(_OPERATORS)
+    site = site_of(model)
+    assert site.roundings is not None
+    assert set(site.roundings.by_role) == {"query", "key", "value", "score", "biased_score", "weight"}
+    report, written = optimized(model, tmp_path)
+    (row,) = report.sites
+    assert row.replaced, row.reason
+    feed = draw_codes(model, 2, 30, seed=1)
+    feed["keep"] = np.arange(30)[None, None, None, :] < np.array([30, 17])[:, None, None, None]
+    wanted, mine = run(model, feed)[0].astype(int), run(written, feed, library=True)[0].astype(int)
+    # QLinearSoftmax divides integers by a table of exponentials: its weights may be a code away, the sum of 30 of them a step.
+    assert np.abs(wanted - mine).max() <= 2
+
+
+def test_shapes_of_operators_on_codes() -> None:
+    text = """
+    <ir_version: 8, opset_import: ["": 18, "com.microsoft": 1]>
+    g (uint8[B,4,S] x, int8[B,2,S] y, bool[S] c) => (uint8[a,b,d] joined, uint8[e,f,h] chosen, uint8[i,j,k] p)
+    <float s = {0.1}, uint8 z = {3}, int8 n = {0}>
+    {
+      t = Neg (y)
+      joined = com.microsoft.QLinearConcat <axis = 1> (s, z, x, s, z, x, s, z)
+      chosen = com.microsoft.QLinearWhere (c, x, s, z, x, s, z, s, z)
+      p = com.microsoft.QLinearSoftmax <axis = -1, opset = 18> (x, s, z, s, z)
+    }
+    """
+    symbolic = Symbolic(onnx.parser.parse_model(text))
+    batch, rows, length = symbolic.shape("x") or ()
+    assert rows.constant == 4
+    assert symbolic.shape("chosen") == symbolic.shape("p") == (batch, rows, length)
+    assert symbolic.shape("joined") == (batch, rows + rows, length)
+    assert [symbolic.dtype(n) for n in ("joined", "chosen", "p")] == [onnx.TensorProto.UINT8] * 3

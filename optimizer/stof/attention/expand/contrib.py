@@ -39,6 +39,10 @@ _ATTENTION_ATTRIBUTES = (
     *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "qkv_hidden_sizes"),
     *("rotary_embedding_dim", "scale", "unidirectional"),
 )
+_QUANTIZED_ATTRIBUTES = (
+    *("do_rotary", "mask_filter_value", "num_heads", "past_present_share_buffer", "scale", "unidirectional"),
+)
+_PASTS = {"Attention": 4, "QAttention": 8}  # the input of both pasts in one tensor
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -81,18 +85,36 @@ def expand_contrib_attention(fused: FusedNode) -> None:
         raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
     if node.attributes.get("do_rotary"):
         raise UnsupportedError("it rotates query and key, which is not expanded")
-    query, key, value = node.project()
-    past = fused.input(4)
-    past_key_value = ("", "")
-    if past:
-        require_shape(node.symbolic, past, "past", (5,))
-        b = node.builder
-        past_key_value = b.add("Gather", [past, b.constant(0)]), b.add("Gather", [past, b.constant(1)])
-    node.finish(query, key, value, fused.input(3), fused.input(5), past_key_value, joined_present=True)
+    query, key, value = node.project(node.builder.add("MatMul", [fused.input(0), fused.input(1)]))
+    node.finish(query, key, value, fused.input(3), fused.input(5), node.split_past(4), joined_present=True)
+
+
+def expand_quantized_attention(fused: FusedNode) -> None:
+    """Appends primitive nodes that compute the outputs of a QAttention: its projections are of integers, its core is float.
+
+    Raises:
+        UnsupportedError: when the node cannot be expanded, with the reason.
+    """
+    fused.check_signature(_QUANTIZED_ATTRIBUTES, 9, 2)
+    node = _ContribExpander(fused, typed=3)
+    if node.attributes.get("past_present_share_buffer"):
+        raise UnsupportedError(f"its past and present share a buffer: {_REASONS['past_sequence_length']}")
+    if node.attributes.get("do_rotary"):
+        raise UnsupportedError("it rotates query and key, which is not expanded")
+    b = node.builder
+    points = [fused.input(i) for i in (6, 7)]
+    if not points[0] and points[1]:
+        raise UnsupportedError("its weight has a zero point and its input none")
+    integers = b.add("MatMulInteger", [fused.input(0), fused.input(1), *(p for p in points if p)])
+    scale = b.add("Mul", [fused.input(3), fused.input(4)])
+    query, key, value = node.project(b.add("Mul", [b.add("Cast", [integers], to=node.dtype), scale]))
+    node.finish(query, key, value, fused.input(5), "", node.split_past(8), joined_present=True)
 
 
 class _ContribExpander:
-    def __init__(self, fused: FusedNode) -> None:
+    """What the expanders share; the element type is that of the input ``typed``."""
+
+    def __init__(self, fused: FusedNode, typed: int = 0) -> None:
         self.fused = fused
         self.builder: Builder = fused.builder
         self.symbolic = fused.symbolic
@@ -100,7 +122,7 @@ class _ContribExpander:
         self.heads = int(self.attributes.get("num_heads", 0))
         if self.heads < 1:
             raise UnsupportedError(f"num_heads is {self.heads}, expected 1 or more")
-        self.dtype = require_float_type(self.symbolic, fused.input(0))
+        self.dtype = require_float_type(self.symbolic, fused.input(typed))
 
     def refuse_unsupported(self, outputs: dict[int, str], inputs: dict[int, str]) -> None:
         """Raises UnsupportedError where the node has one of these inputs, or something reads one of these outputs."""
@@ -159,8 +181,16 @@ class _ContribExpander:
         b.nodes.append(helper.make_node("Split", [tensor, sizes], outputs, name=outputs[0], axis=axis))
         return outputs
 
-    def project(self) -> tuple[str, str, str]:
-        """Query, key and value [B, heads, length, size] of an Attention, from its input and weights."""
+    def split_past(self, i: int) -> tuple[str, str]:
+        """Past keys and values, which an input has in one tensor; empty where there is none."""
+        past, b = self.fused.input(i), self.builder
+        if not past:
+            return "", ""
+        require_shape(self.symbolic, past, "past", (5,))
+        return b.add("Gather", [past, b.constant(0)]), b.add("Gather", [past, b.constant(1)])
+
+    def project(self, tensor: str) -> tuple[str, str, str]:
+        """Query, key and value [B, heads, length, size] of an Attention, from the product of its input and weights."""
         b, fused = self.builder, self.fused
         require_shape(self.symbolic, fused.input(0), "input", (3,))
         weight = require_shape(self.symbolic, fused.input(1), "weights", (2,))
@@ -169,7 +199,6 @@ class _ContribExpander:
         widths = [int(n) for n in sizes] if sizes else [whole // 3] * 3
         if sum(widths) != whole or widths[0] != widths[1]:
             raise UnsupportedError(f"qkv_hidden_sizes {widths} do not fit weights of width {whole}")
-        tensor = b.add("MatMul", [fused.input(0), fused.input(1)])
         if fused.input(2):
             tensor = b.add("Add", [tensor, fused.input(2)])
         query, key, value = (split_heads(b, t, self.heads) for t in self._split(tensor, widths, 2))
@@ -253,12 +282,12 @@ class _OperandSizes:
         first = require_shape(symbolic, fused.input(0), "input 0", (3, 5))
         self.batch, self.rows = first[0], first[1]
         heads = integer(node.heads)
-        if fused.node.op_type == "Attention":
+        if fused.node.op_type in _PASTS:
             weight = require_shape(symbolic, fused.input(1), "weights", (2,))
             sizes = node.attributes.get("qkv_hidden_sizes") or [require_size(weight[1], "the width") // 3] * 3
             self.keys = self.rows
             widths = [integer(int(sizes[0])), integer(int(sizes[2]))]
-            past = symbolic.shape(fused.input(4))
+            past = symbolic.shape(fused.input(_PASTS[fused.node.op_type]))
             self.past = past[3] if past is not None else integer(0)
         else:
             past = symbolic.shape(fused.input(6))

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import onnx
 
-from stof.attention.expand.contrib import expand_contrib_attention, expand_multi_head, refuse_decoder_masked
+from stof.attention.expand.contrib import (
+    expand_contrib_attention,
+    expand_multi_head,
+    expand_quantized_attention,
+    refuse_decoder_masked,
+)
 from stof.attention.expand.flex_attention import PREVIEW, expand_flex_attention
 from stof.attention.expand.gqa import expand_group_query
 from stof.attention.expand.onnx_attention import expand_onnx_attention
 from stof.attention.expand.softmax_wrappers import unwrap_softmaxes
-from stof.attention.expand.working_copy import Expander, FusedNode, WorkingCopy, expand_nodes
+from stof.attention.expand.working_copy import Expander, WorkingCopy, expand_nodes
 from stof.attention.quantized.core_form import with_cores
 from stof.attention.quantized.rounded_cores import find_rounded_forms
-from stof.errors import UnsupportedError
 from stof.graph.index import domain_of
 from stof.graph.inline import inline, inline_all
 from stof.symbolic import Symbolic
 
 _MICROSOFT = "com.microsoft"
-
-
-def _refuse_quantized(_: FusedNode) -> None:
-    raise UnsupportedError("it computes its scores from quantized projections; keep it, or use a float model")
 
 
 _EXPANDERS: dict[tuple[str, str], Expander] = {
@@ -34,7 +34,7 @@ _EXPANDERS: dict[tuple[str, str], Expander] = {
     (_MICROSOFT, "DecoderMaskedMultiHeadAttention"): refuse_decoder_masked,
     (_MICROSOFT, "GroupQueryAttention"): expand_group_query,
     (_MICROSOFT, "MultiHeadAttention"): expand_multi_head,
-    (_MICROSOFT, "QAttention"): _refuse_quantized,
+    (_MICROSOFT, "QAttention"): expand_quantized_attention,
 }
 
 

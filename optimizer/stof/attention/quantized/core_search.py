@@ -28,6 +28,7 @@ _ELEMENTWISE = frozenset(
 )
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 _BINARY = {"QLinearAdd": "Add", "QLinearMul": "Mul"}
+_LEAST_INPUTS = {"QLinearAdd": 7, "QLinearMul": 7, "QLinearWhere": 8, "QLinearSoftmax": 4}  # a damaged node has fewer
 
 
 def find_float_cores(model: onnx.ModelProto) -> tuple[QuantizedCore, ...]:
@@ -181,7 +182,7 @@ class CoreSearch:
         if is_standard(node) and node.op_type in MOVES:
             moved = self.number_of_codes(node.input[0], quantizer, form, depth + 1)
             return form.add(node.op_type, [moved, *node.input[1:]], like=node)
-        if domain_of(node) != CONTRIB:
+        if domain_of(node) != CONTRIB or len(node.input) < _LEAST_INPUTS.get(node.op_type, 0):
             return form.dequantize(codes, quantizer)
         if node.op_type in _BINARY:
             op = _BINARY[node.op_type]
@@ -209,8 +210,7 @@ class CoreSearch:
             form.known[node.output[0]] = node.output[0]
             return str(node.output[0])
         result = form.add("Softmax", [source], axis=attributes.get("axis", -1))
-        if node.name:
-            form.nodes[-1].name = node.name  # by which options name the site
+        form.nodes[-1].name = node.name or node.output[0]  # by which options name the site
         form.known[node.output[0]] = result
         return result
 

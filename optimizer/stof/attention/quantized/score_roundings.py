@@ -118,7 +118,32 @@ def with_roundings(
     by_range = constants.is_by_range(way.weight[1])
     for quantizer in (*roles.values(), *([] if by_range else [way.weight[1]])):
         _check_codes(constants, quantizer)
-    codes, quantizers = [], []
+    quantizers, types = _find_codes(index, symbolic, site, constants)
+    steps = constants.steps(roles["biased_score"]) if "biased_score" in roles else None
+    roundings = SiteRoundings(
+        quantizers[0],
+        quantizers[1],
+        quantizers[2],
+        way.weight[1],
+        roles.get("score"),
+        roles.get("scaled_score"),
+        roles.get("biased_score"),
+        is_weight_by_range=by_range,
+        lowest=None if steps is None else steps.lowest,
+        code_types=(types[0], types[1], types[2]),
+        sources=(*(r.source for r in way.scores.roundings), way.weight[0]),
+        unrounded=frozenset(t.tensor for t in site.terms) & unrounded,
+    )
+    words = "weights rounded by their range" if by_range else "rounded weights"
+    return replace(site, roundings=roundings, form=f"{site.form}, {words}")
+
+
+def _find_codes(
+    index: GraphIndex, symbolic: Symbolic, site: AttentionSite, constants: QuantizedConstants
+) -> tuple[list[Quantizer], list[int]]:
+    """The quantizers of query, key and value, and the element types of their codes."""
+    codes: list[str] = []
+    quantizers: list[Quantizer] = []
     for operand, role in zip((site.query, site.key, site.value), ("query", "key", "value"), strict=True):
         dequantize = find_dequantize(index, operand.tensor)
         if dequantize is None or site.dtype != TensorProto.FLOAT:
@@ -133,21 +158,7 @@ def with_roundings(
     types = [symbolic.dtype(c) for c in codes]
     if odd := [(c, t) for c, t in zip(codes, types, strict=True) if t not in _CODES]:
         raise RoundingError(f"{odd[0][0]!r} has element type {odd[0][1]}, expected codes of int8 or uint8")
-    roundings = SiteRoundings(
-        quantizers[0],
-        quantizers[1],
-        quantizers[2],
-        way.weight[1],
-        roles.get("score"),
-        roles.get("scaled_score"),
-        roles.get("biased_score"),
-        is_weight_by_range=by_range,
-        code_types=(types[0], types[1], types[2]),
-        sources=(*(r.source for r in way.scores.roundings), way.weight[0]),
-        unrounded=frozenset(t.tensor for t in site.terms) & unrounded,
-    )
-    words = "weights rounded by their range" if by_range else "rounded weights"
-    return replace(site, roundings=roundings, form=f"{site.form}, {words}")
+    return quantizers, types
 
 
 def _check_site(site: AttentionSite) -> None:

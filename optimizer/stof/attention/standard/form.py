@@ -135,6 +135,11 @@ def _check(site: AttentionSite, mask: LiftedMask) -> None:
         raise UnsupportedError(f"ONNX Runtime's CPU provider has no Attention of {name}, expected fp32 or fp16")
     if site.sink is not None:
         raise UnsupportedError("its softmax has a sink, which Attention has not")
+    if site.roundings is not None:
+        raise UnsupportedError(
+            "its scores or weights are rounded to 8 bits, which Attention does not do; --dequantize-attention computes them in "
+            "float"
+        )
     if mask.weaker is not None:
         raise UnsupportedError("a fully masked row attends by a weaker mask, which Attention cannot")
     if site.added_values is not None:

@@ -109,6 +109,12 @@ def _contrib_attention(context: RuleContext) -> list[Fact] | None:
     return [Fact(dtype, None if width is None else (x[0], x[1], width))]
 
 
+def _quantized_attention(context: RuleContext) -> list[Fact] | None:
+    """As Attention; the result has the type of the scales."""
+    found = _contrib_attention(context)
+    return found and [Fact(context.fact(3).dtype, found[0].shape)]
+
+
 def paged_attention(context: RuleContext) -> list[Fact] | None:
     """Facts of the outputs of StofPagedAttention, and of the PagedAttention that it replaces."""
     query, caches = context.shape(0), [context.fact(i) for i in (3, 4)]
@@ -135,6 +141,7 @@ STANDARD: dict[str, Rule] = {"Attention": _attention}
 PREVIEW: dict[str, Rule] = {"FlexAttention": _flex_attention}
 CONTRIB: dict[str, Rule] = {
     "Attention": _contrib_attention,
+    "QAttention": _quantized_attention,
     "GroupQueryAttention": _grouped_query,
     "MultiHeadAttention": _multi_head,
     "PagedAttention": paged_attention,

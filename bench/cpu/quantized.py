@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole quantized models in ONNX Runtime, before and after: ``python -m bench.cpu.quantized``.
+
+Stored graphs get random weights and are quantized by ONNX Runtime's own tools, attention matmuls included. The quantized model,
+the one with the graph's own rounding and the one with float attention alternate, each optimized by ONNX Runtime as far as it
+can; the medians count. Files are kept in ``--folder``, and found there again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+import stof
+from bench.core.clone import load_module
+from stof.options import Options
+
+MODELS = ("modernbert-base.torchscript.eager", "bert-base.torchscript.eager")
+_FORMATS = {"qdq": QuantFormat.QDQ, "operator": QuantFormat.QOperator}
+_OPERATORS = {"matmul": ["MatMul"], "all": None}
+_CALIBRATION_LENGTH = 128
+_TOKENS = 90  # ids below it are in every vocabulary
+
+
+@dataclass(frozen=True)
+class QuantizedFiles:
+    """A quantized model and what became of it.
+
+    Attributes:
+        quantized: by ONNX Runtime's tools.
+        rounded: optimized, with the graph's own rounding.
+        dequantized: optimized, with float attention.
+    """
+
+    quantized: Path
+    rounded: Path
+    dequantized: Path
+
+    def by_name(self) -> dict[str, Path]:
+        """By the names of the table."""
+        return {"quantized": self.quantized, "own rounding": self.rounded, "float attention": self.dequantized}
+
+
+def draw(model: onnx.ModelProto, length: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """One set of inputs: token ids, masks without padding, pixels."""
+    rng = np.random.default_rng(seed)
+    feed: dict[str, np.ndarray] = {}
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        shape = [d.dim_value or (1 if i == 0 else length) for i, d in enumerate(dims)]
+        if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+            feed[value.name] = rng.standard_normal(shape).astype(np.float32)
+        else:
+            feed[value.name] = np.ones(shape, np.int64) if "mask" in value.name else rng.integers(5, _TOKENS, shape)
+    return feed
+
+
+class _Calibration(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, feeds: Sequence[dict[str, np.ndarray]]) -> None:
+        self._feeds: Iterator[dict[str, np.ndarray]] = iter(feeds)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._feeds, None)
+
+
+def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFiles:
+    """Makes the files of a model that are not in a folder yet."""
+    short = name.replace("/", "-")
+    source, prepared = folder / f"{short}.onnx", folder / f"{short}.prepared.onnx"
+    stem = f"{short}.{form}.{operators}"
+    files = QuantizedFiles(*(folder / f"{stem}{end}.onnx" for end in ("", ".rounded", ".dequantized")))
+    if not source.is_file():
+        load_module("models/build.py").write(name, source)
+    if not prepared.is_file():
+        quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+    if not files.quantized.is_file():
+        feed = draw(onnx.load(source, load_external_data=False), _CALIBRATION_LENGTH)
+        quantize_static(
+            str(prepared),
+            str(files.quantized),
+            _Calibration([feed]),
+            quant_format=_FORMATS[form],
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            op_types_to_quantize=_OPERATORS[operators],
+        )
+    # Verification of models of this size is a matter of the tests, on narrow ones.
+    if not files.rounded.is_file():
+        stof.optimize(files.quantized, files.rounded, Options(verify=False))
+    if not files.dequantized.is_file():
+        stof.optimize(files.quantized, files.dequantized, Options(verify=False, dequantize_attention=True, force=True))
+    return files
+
+
+def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a run of each file, the median of runs by turns; the first one of each does not count."""
+    feed = draw(onnx.load(files.quantized, load_external_data=False), length)
+    sessions = {}
+    for name, path in files.by_name().items():
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        stof.register(options)
+        sessions[name] = ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+        sessions[name].run(None, feed)
+    times: dict[str, list[float]] = {name: [] for name in sessions}
+    for _ in range(rounds):
+        for name, session in sessions.items():
+            start = time.perf_counter()
+            session.run(None, feed)
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: float(np.median(found)) for name, found in times.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Times quantized models before and after.")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="stored graphs of models/")
+    parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=list(_FORMATS))
+    parser.add_argument("--operators", nargs="+", choices=_OPERATORS, default=["matmul"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], metavar="S")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("build/bench/quantized"), metavar="DIR")
+    arguments = parser.parse_args(argv)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    logging.disable(logging.WARNING)
+    print("| model | format | quantized operators | S | quantized | own rounding | float attention |")
+    print("|---|---|---|---|---|---|---|")
+    for name in arguments.models:
+        for form in arguments.formats:
+            for operators in arguments.operators:
+                files = prepare(name, form, operators, arguments.folder)
+                for length in arguments.lengths:
+                    found = time_files(files, length, arguments.threads, arguments.rounds)
+                    base = found["quantized"]
+                    cells = [f"{base:.0f} ms", *(f"{base / ms:.2f}x" for n, ms in found.items() if n != "quantized")]
+                    print(f"| {name} | {form} | {operators} | {length} | {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
