@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "cpu/kernel_table.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
@@ -20,10 +21,15 @@ inline std::vector<CpuIsa> IsasOfThisMachine() {
   return isas;
 }
 
-// Registers the tests of each of them. rows: those of every set of STOF_CPU_ISAS, in its order.
-template <size_t kSets, size_t kTests>
-bool RegisterByIsa(const Test (&rows)[kSets][kTests]) {
+// Registers the tests of each of them that has kernels of its own: kernels is their member of the table. rows: those of
+// every set of STOF_CPU_ISAS, in its order.
+template <typename Kernels, size_t kSets, size_t kTests>
+bool RegisterByIsa(const Kernels* cpu::KernelTable::* kernels, const Test (&rows)[kSets][kTests]) {
+  const Kernels* last = nullptr;
   for (const CpuIsa isa : IsasOfThisMachine()) {
+    const Kernels* const own = cpu::KernelsOf(isa).*kernels;
+    if (own == last) continue;
+    last = own;
     const auto& row = rows[static_cast<int>(isa)];
     AllTests().insert(AllTests().end(), std::begin(row), std::end(row));
   }

@@ -111,7 +111,7 @@ const bool registered = [] {
    {"AttentionSumsLongRows[" #name "]", [] { SumLongRows(CpuIsa::id); }}},
   static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::attention, kRows);
 }();
 
 }  // namespace

@@ -158,7 +158,7 @@ const bool registered = [] {
    {"CacheAppendInStepsOfAnySize[" #name "]", [] { RunSteps(CpuIsa::id); }}},
   static constexpr Test kRows[][2] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::append, kRows);
 }();
 
 }  // namespace

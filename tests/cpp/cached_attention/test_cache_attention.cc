@@ -431,7 +431,7 @@ const bool registered = [] {
   {{"CacheAttentionEqualsTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }}},
   static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::attention, kRows);
 }();
 
 }  // namespace

@@ -446,7 +446,7 @@ const bool registered = [] {
    {"ChosenBlocksSkipByScore[" #name "]", [] { ChooseAndSkip(CpuIsa::id); }}},
   static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::attention, kRows);
 }();
 
 }  // namespace

@@ -335,7 +335,7 @@ const bool registered = [] {
    {"PagesChooseLikeContiguousKeys[" #name "]", [] { ChooseInPages(CpuIsa::id); }}},
   static constexpr Test kRows[][3] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::attention, kRows);
 }();
 
 }  // namespace

@@ -346,7 +346,7 @@ const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported) {{"ChosenPagesEqualTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }}},
   static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::pages, kRows);
 }();
 
 }  // namespace

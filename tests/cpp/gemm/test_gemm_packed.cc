@@ -154,7 +154,7 @@ const bool registered = [] {
 #define STOF_TEST(id, name, is_supported) {{"PackedEqualsTheDefinition[" #name "]", [] { RunIsa(CpuIsa::id); }}},
   static constexpr Test kRows[][1] = {STOF_CPU_ISAS(STOF_TEST)};
 #undef STOF_TEST
-  return RegisterByIsa(kRows);
+  return RegisterByIsa(&cpu::KernelTable::packed_gemm, kRows);
 }();
 
 // Epilogues that only add do so in registers, with the last slab of K.
