@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to the 64 bytes of a row and a tile: rounding to ranks, sums of exponentials, ranks of weights.
+// What happens to the 64 bytes of a row and a tile: rounding to unsigned codes, sums of exponentials, codes of weights.
 #ifndef STOF_CPU_QUANTIZED_ATTENTION_BYTE_ROWS_H_
 #define STOF_CPU_QUANTIZED_ATTENTION_BYTE_ROWS_H_
 
@@ -31,37 +31,38 @@ struct ByteTable {
 #endif
 
 #if defined(__AVX512BW__)
-// Ranks of 64 rounded numbers of steps.
-inline __m512i PackRanks(const __m512i (&steps)[4], int32_t zero_rank) {
-  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(zero_rank));
+// Codes of 64 rounded numbers of steps.
+inline __m512i PackCodes(const __m512i (&steps)[4], int32_t zero_code) {
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(zero_code));
   const __m512i words01 = _mm512_adds_epi16(_mm512_packs_epi32(steps[0], steps[1]), zero);
   const __m512i words23 = _mm512_adds_epi16(_mm512_packs_epi32(steps[2], steps[3]), zero);
-  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four codes of steps[i], lane L.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(words01, words23));
 }
 
-// The ranks of 64 products.
-inline __m512i RoundProducts(const int32_t* products, const RankTables& t) {
+// The codes of 64 products.
+inline __m512i RoundProducts(const int32_t* products, const ScoreCodeTables& t) {
   const __m512 factor = _mm512_set1_ps(t.factor), most = _mm512_set1_ps(1e6f);
   __m512i steps[4];
   for (int i = 0; i < 4; ++i) {
     const __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(products + 16 * i)), factor);
     steps[i] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));  // far below 0 it is the least integer, as it should be
   }
-  return PackRanks(steps, t.zero_rank);
+  return PackCodes(steps, t.zero_code);
 }
 
-inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
+inline void RoundRow(const int32_t* products, const ScoreCodeTables& t, uint64_t allowed, uint8_t* codes,
+                     uint8_t* most) {
   __m512i rounded = RoundProducts(products, t);
 #if defined(__AVX512VBMI__)
   if (!t.has_one_rounding) rounded = ByteTable(t.last).Look(rounded);
-  _mm512_storeu_si512(ranks, rounded);
+  _mm512_storeu_si512(codes, rounded);
 #else
-  _mm512_storeu_si512(ranks, rounded);
+  _mm512_storeu_si512(codes, rounded);
   if (!t.has_one_rounding) {
-    for (int k = 0; k < kTileKeys; ++k) ranks[k] = t.last[ranks[k]];
-    rounded = _mm512_loadu_si512(ranks);
+    for (int k = 0; k < kTileKeys; ++k) codes[k] = t.last[codes[k]];
+    rounded = _mm512_loadu_si512(codes);
   }
 #endif
   const __m512i max = _mm512_loadu_si512(most);
@@ -76,8 +77,8 @@ inline __m256i BytesOfBits(uint32_t bits) {
   const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
   return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-// The ranks of 32 products.
-inline __m256i RoundProducts(const int32_t* products, const RankTables& t) {
+// The codes of 32 products.
+inline __m256i RoundProducts(const int32_t* products, const ScoreCodeTables& t) {
   const __m256 factor = _mm256_set1_ps(t.factor), most = _mm256_set1_ps(1e6f);
   __m256i steps[4];
   for (int i = 0; i < 4; ++i) {
@@ -85,19 +86,20 @@ inline __m256i RoundProducts(const int32_t* products, const RankTables& t) {
     const __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(loaded), factor);
     steps[i] = _mm256_cvtps_epi32(_mm256_min_ps(x, most));  // far below 0 it is the least integer, as it should be
   }
-  const __m256i zero = _mm256_set1_epi16(static_cast<int16_t>(t.zero_rank));
+  const __m256i zero = _mm256_set1_epi16(static_cast<int16_t>(t.zero_code));
   const __m256i words01 = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1]), zero);
   const __m256i words23 = _mm256_adds_epi16(_mm256_packs_epi32(steps[2], steps[3]), zero);
-  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four ranks of steps[i], lane L.
+  // Packs work by lanes of 128 bits: doubleword 4 L + i of the result has four codes of steps[i], lane L.
   return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words01, words23), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
+inline void RoundRow(const int32_t* products, const ScoreCodeTables& t, uint64_t allowed, uint8_t* codes,
+                     uint8_t* most) {
   for (int k = 0; k < kTileKeys; k += 32) {
-    auto* const to = reinterpret_cast<__m256i*>(ranks + k);
+    auto* const to = reinterpret_cast<__m256i*>(codes + k);
     _mm256_storeu_si256(to, RoundProducts(products + k, t));
     if (!t.has_one_rounding) {
-      for (int i = k; i < k + 32; ++i) ranks[i] = t.last[ranks[i]];
+      for (int i = k; i < k + 32; ++i) codes[i] = t.last[codes[i]];
     }
     auto* const max = reinterpret_cast<__m256i*>(most + k);
     const __m256i kept = _mm256_and_si256(_mm256_loadu_si256(to), BytesOfBits(static_cast<uint32_t>(allowed >> k)));
@@ -105,27 +107,28 @@ inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allo
   }
 }
 #else
-inline void RoundRow(const int32_t* products, const RankTables& t, uint64_t allowed, uint8_t* ranks, uint8_t* most) {
-  const float low = static_cast<float>(-t.zero_rank), high = static_cast<float>(255 - t.zero_rank);
+inline void RoundRow(const int32_t* products, const ScoreCodeTables& t, uint64_t allowed, uint8_t* codes,
+                     uint8_t* most) {
+  const float low = static_cast<float>(-t.zero_code), high = static_cast<float>(255 - t.zero_code);
   for (int k = 0; k < kTileKeys; ++k) {
     float steps = static_cast<float>(products[k]) * t.factor;
     steps = steps < low ? low : steps;
     steps = steps > high ? high : steps;
     const float rounded = (steps + kRoundToInteger) - kRoundToInteger;
-    ranks[k] = static_cast<uint8_t>(static_cast<int32_t>(rounded) + t.zero_rank);
+    codes[k] = static_cast<uint8_t>(static_cast<int32_t>(rounded) + t.zero_code);
   }
   if (!t.has_one_rounding) {
-    for (int k = 0; k < kTileKeys; ++k) ranks[k] = t.last[ranks[k]];
+    for (int k = 0; k < kTileKeys; ++k) codes[k] = t.last[codes[k]];
   }
   for (int k = 0; k < kTileKeys; ++k) {
-    const uint8_t rank = (allowed >> k & 1) != 0 ? ranks[k] : 0;
-    most[k] = rank > most[k] ? rank : most[k];
+    const uint8_t code = (allowed >> k & 1) != 0 ? codes[k] : 0;
+    most[k] = code > most[k] ? code : most[k];
   }
 }
 #endif
 
-// The ranks of weights by the difference of a score's rank to the row's largest: table [256] of weights times `factor`,
-// rounded. zero: the rank of 0.
+// The codes of weights by the difference of a score's code to the row's largest: table [256] of weights times `factor`,
+// rounded. zero: the code of 0.
 inline void RoundWeightTable(const float* weights, float factor, int32_t zero, uint8_t* table) {
   const float high = static_cast<float>(255 - zero);
 #if defined(__AVX512BW__)
@@ -137,7 +140,7 @@ inline void RoundWeightTable(const float* weights, float factor, int32_t zero, u
       const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(weights + i + 16 * v), factors);
       steps[v] = _mm512_cvtps_epi32(_mm512_min_ps(x, most));
     }
-    _mm512_storeu_si512(table + i, PackRanks(steps, zero));
+    _mm512_storeu_si512(table + i, PackCodes(steps, zero));
   }
 #else
   // The bits of a number below 2^22 that is added to 1.5 * 2^23 end with its nearest integer.
@@ -187,8 +190,8 @@ inline uint64_t AddWords(__m512i sums) {
 }
 #endif
 
-// The sum of the exponentials of a row, times 2^31. most: its largest rank.
-inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t most) {
+// The sum of the exponentials of a row, times 2^31. most: its largest code.
+inline uint64_t SumExponents(const RowTiles& row, const ScoreCodeTables& t, uint8_t most) {
   uint64_t total = 0;
 #if defined(__AVX512VBMI__)
   const ByteTable tables[4] = {ByteTable(t.exponent_bytes[0]), ByteTable(t.exponent_bytes[1]),
@@ -218,8 +221,8 @@ inline uint64_t SumExponents(const RowTiles& row, const RankTables& t, uint8_t m
     for (int64_t i = begin; i < Min(row.visited, begin + kFlushed); ++i) {
       const uint64_t allowed = row.Allowed(i);
       for (int k = 0; k < kTileKeys && allowed != 0; k += 32) {
-        const __m256i ranks = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.Codes(i) + k));
-        const __m512i below = _mm512_sub_epi16(max, _mm512_cvtepu8_epi16(ranks));
+        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.Codes(i) + k));
+        const __m512i below = _mm512_sub_epi16(max, _mm512_cvtepu8_epi16(codes));
 #pragma GCC unroll 2
         for (int word = 0; word < 2; ++word) {
           const __m512i found = _mm512_maskz_mov_epi16(static_cast<__mmask32>(allowed >> k), tables[word].Look(below));
@@ -257,8 +260,8 @@ inline int EntriesBeforeZero(const uint8_t* table) {
 }
 #endif
 
-// Replaces the ranks of a row's scores by those of its weights, by table [257] of the difference to the largest rank;
-// entry 256, and what stands for forbidden keys, is the rank of 0. Returns the sum of ranks, counted from it.
+// Replaces the codes of a row's scores by those of its weights, by table [257] of the difference to the largest code;
+// entry 256, and what stands for forbidden keys, is the code of 0. Returns the sum of codes, counted from it.
 inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t most) {
   const uint8_t zero = table[256];
   int64_t total = 0;
@@ -329,7 +332,7 @@ inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t mo
   return total - row.visited * kTileKeys * zero;
 }
 
-// Whether a weight of Int8::kRows rows has another rank than 0 has: [kRows, keys].
+// Whether a weight of Int8::kRows rows has another code than 0 has: [kRows, keys].
 inline bool HasWeights(const uint8_t* codes, uint8_t zero) {
   constexpr int kBytes = Int8::kRows * kTileKeys;
 #if defined(__AVX512BW__)

@@ -33,7 +33,7 @@ inline void PackKeyTile(const QuantizedProblem& p, int64_t b, int64_t g, int64_t
   const int64_t first = tile * kTileKeys, count = Min(kTileKeys, shape.T - first);
   const uint8_t flip = ToSigned(args.key);
   const uint32_t flips = 0x01010101u * flip;
-  const auto query_zero = args.query.zero_rank();
+  const auto query_zero = args.query.zero_code();
   std::memset(packed, 0, static_cast<size_t>(p.d_quads * kTileKeys * 4));
   for (int64_t k = 0; k < kTileKeys; ++k) {
     int32_t sum = 0;
@@ -128,7 +128,7 @@ inline void PackQueries(const QuantizedProblem& p, int64_t b, int64_t h, int64_t
   const QuantizedAttentionArgs& args = *p.args;
   const int64_t D = args.attention.shape.D, size = 4 * p.d_quads;
   const uint8_t flip = ToUnsigned(args.query);
-  const int32_t key_zero = SignedZero(args.key), query_zero = args.query.zero_rank();
+  const int32_t key_zero = SignedZero(args.key), query_zero = args.query.zero_code();
   std::memset(packed, 0, static_cast<size_t>(padded * size));
   for (int64_t i = 0; i < padded; ++i) {
     row_terms[i] = 0;

@@ -124,7 +124,7 @@ void Measure(Job* job, int64_t item, void* scratch) {
 }
 
 bool IsLegal(const Quantization& q) {
-  return q.scale > 0.0f && std::isfinite(q.scale) && q.zero_rank() >= 0 && q.zero_rank() <= 255;
+  return q.scale > 0.0f && std::isfinite(q.scale) && q.zero_code() >= 0 && q.zero_code() <= 255;
 }
 
 // What the operator has checked already: an error here is a defect of ours.
@@ -147,8 +147,12 @@ Status CheckForCpu(const QuantizedAttentionArgs& args, const CpuQuantizedAttenti
   }
   if (scores.bias.data != nullptr && scores.bias.dtype != DType::kF32) return Status::Error("the bias is not fp32");
   if (!IsCpuIsaSupported(config.isa)) return Status::Error("this machine lacks the instruction set of the config");
-  if (config.n != cpu::kQuantizedTileKeys || config.m < 1 || config.m % cpu::kQuantizedStrip != 0) {
-    return Status::Error("no kernel for tiles of " + std::to_string(config.m) + " x " + std::to_string(config.n));
+  if (config.n != cpu::kQuantizedTileKeys || config.m < 1 || config.m > cpu::kMostQuantizedRows ||
+      config.m % cpu::kQuantizedStrip != 0) {
+    return Status::Error("no kernel for tiles of " + std::to_string(config.m) + " x " + std::to_string(config.n) +
+                         ", expected multiples of " + std::to_string(cpu::kQuantizedStrip) + " up to " +
+                         std::to_string(cpu::kMostQuantizedRows) + " rows x " +
+                         std::to_string(cpu::kQuantizedTileKeys) + " keys");
   }
   const BlockMask* const blocks = attention.mask.fixed.blocks();
   if (blocks != nullptr && (blocks->m != config.m || blocks->n != config.n)) {
@@ -161,7 +165,7 @@ Status CheckForCpu(const QuantizedAttentionArgs& args, const CpuQuantizedAttenti
 
 CpuQuantizedAttentionConfig ChooseCpuQuantizedAttention(const QuantizedAttentionArgs& args) {
   const int64_t each = (KeepsCodes(args) ? 1 : 5) * std::max<int64_t>(args.attention.shape.T, 1);
-  int m = 4 * cpu::kQuantizedStrip;
+  int m = cpu::kMostQuantizedRows;
   while (m > cpu::kQuantizedStrip && (m * each > kScoreBytes || m / 2 >= args.attention.shape.S)) m /= 2;
   return {BestCpuIsa(), m, cpu::kQuantizedTileKeys};
 }

@@ -14,6 +14,9 @@ namespace cpu {
 constexpr int kQuantizedTileKeys = 64;
 // Rows of a tile are a multiple of this; register blocks take as many at a time, or a divisor of it.
 constexpr int kQuantizedStrip = 12;
+// The most rows of a tile. Kernels keep a bit for each row in a word, and an array of row states.
+constexpr int kMostQuantizedRows = 4 * kQuantizedStrip;
+static_assert(kMostQuantizedRows <= 64, "a word has a bit for each row of a tile");
 // Sums of weights and values are exact over so many keys: 2^15 * 255 * 128 < 2^31.
 constexpr int64_t kExactKeys = 32768;
 

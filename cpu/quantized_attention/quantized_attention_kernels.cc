@@ -18,11 +18,11 @@ inline int64_t ScratchBytes(const QuantizedProblem& p) {
 inline void Prepare(const QuantizedProblem& p, void* memory) {
   RowScratch s;
   MakeScratch(p, static_cast<char*>(memory), &s);
-  if (p.keeps_codes) FillRankTables(p, s.tables);
+  if (p.keeps_codes) FillScoreCodeTables(p, s.tables);
 }
 
 inline void FindAll(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited) {
-  p.keeps_codes ? FindRanks(p, rows, s, visited) : FindScores(p, rows, s, visited);
+  p.keeps_codes ? FindScoreCodes(p, rows, s, visited) : FindScores(p, rows, s, visited);
 }
 
 // Attends the visited tiles. Rows behind the last one, which complete a register block, are computed and dropped.
@@ -41,7 +41,7 @@ inline void WriteMean(const QuantizedProblem& p, const TileRows& rows, int64_t r
   const Quantization& weight = p.args->weight;
   const int64_t head = rows.b * shape.G + rows.g;
   const float steps = 1.0f / static_cast<float>(shape.T) / weight.scale;
-  const int32_t code = RankOf(steps, weight) - weight.zero_rank();
+  const int32_t code = UnsignedCode(steps, weight) - weight.zero_code();
   const double unit = code * double{weight.scale} * double{p.args->value.scale};
   float* const to = OutputRow(p, rows, row);
   for (int64_t d = 0; d < shape.Dv; ++d) {
@@ -97,7 +97,7 @@ inline float Measure(const QuantizedProblem& p, int64_t item, void* memory) {
 inline void Attend(const QuantizedProblem& p, int64_t item, void* memory) {
   RowScratch s;
   const TileRows rows = Begin(p, item, memory, &s);
-  RowState states[64];
+  RowState states[kMostQuantizedRows];
   AttendVisited(p, rows, s, KeyTileList(p, rows, s).OfMask(), states);
   const EmptyRows policy = PolicyOf(p);
   uint64_t again = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of a tile row: as ranks of codes where a rounding is the last thing that happens to them, else in fp32.
+// Scores of a tile row: as unsigned codes where a rounding is the last thing that happens to them, else in fp32.
 #ifndef STOF_CPU_QUANTIZED_ATTENTION_SCORES_H_
 #define STOF_CPU_QUANTIZED_ATTENTION_SCORES_H_
 
@@ -40,24 +40,24 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
   }
 }
 
-// ---- ranks ----
+// ---- unsigned codes ----
 inline float Finite(double x) { return x > 3.4e38 ? 3.4e38f : static_cast<float>(x); }
 
-// The rank of a number of steps.
-inline uint8_t RankOf(float steps, const Quantization& q) {
-  const float low = static_cast<float>(-q.zero_rank()), high = static_cast<float>(255 - q.zero_rank());
+// The unsigned code of a number of steps.
+inline uint8_t UnsignedCode(float steps, const Quantization& q) {
+  const float low = static_cast<float>(-q.zero_code()), high = static_cast<float>(255 - q.zero_code());
   const float rounded = ((steps < low ? low : steps > high ? high : steps) + kRoundToInteger) - kRoundToInteger;
-  return static_cast<uint8_t>(static_cast<int32_t>(rounded) + q.zero_rank());
+  return static_cast<uint8_t>(static_cast<int32_t>(rounded) + q.zero_code());
 }
 
 // The operations in fp32 are those of the graph, in its order: a value at a tie is rounded as there. The factor of the
 // first rounding is that of QLinearMatMul.
-inline void FillRankTables(const QuantizedProblem& p, RankTables* t) {
+inline void FillScoreCodeTables(const QuantizedProblem& p, ScoreCodeTables* t) {
   const QuantizedAttentionArgs& args = *p.args;
   const float scale = args.attention.scores.scale;
   const Quantization* before = nullptr;
   bool is_scaled = false;
-  float unit = args.query.scale * args.key.scale;  // of products, or of ranks after a rounding
+  float unit = args.query.scale * args.key.scale;  // of products, or of codes after a rounding
   t->has_one_rounding = true;
   for (int i = 0; i < 256; ++i) t->last[i] = static_cast<uint8_t>(i);
   const Quantization* const roundings[] = {&args.score, &args.scaled_score, &args.biased_score};
@@ -66,13 +66,13 @@ inline void FillRankTables(const QuantizedProblem& p, RankTables* t) {
     const bool scales = next != &args.score && !is_scaled;
     if (before == nullptr) {
       t->factor = Finite(double{(scales ? unit * scale : unit) / next->scale});
-      t->zero_rank = next->zero_rank();
+      t->zero_code = next->zero_code();
     } else {
       t->has_one_rounding = false;
-      for (uint8_t& rank : t->last) {
-        float number = static_cast<float>(rank - before->zero_rank()) * before->scale;
+      for (uint8_t& code : t->last) {
+        float number = static_cast<float>(code - before->zero_code()) * before->scale;
         if (scales) number *= scale;
-        rank = RankOf(number / next->scale, *next);
+        code = UnsignedCode(number / next->scale, *next);
       }
     }
     is_scaled = is_scaled || scales;
@@ -94,9 +94,9 @@ inline void FillRankTables(const QuantizedProblem& p, RankTables* t) {
   t->exponents[256] = 0;
 }
 
-inline void FindRanks(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited) {
+inline void FindScoreCodes(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited) {
   alignas(64) int32_t products[Int8::kRows * kTileKeys];
-  const RankTables& t = *s.tables;
+  const ScoreCodeTables& t = *s.tables;
   const int64_t head = rows.b * p.args->attention.shape.G + rows.g, end = RoundUp(rows.count, Int8::kRows);
   Fill(s.byte_max, s.byte_max + p.m * kTileKeys, uint8_t{0});
   for (int64_t i = 0; i < visited; ++i) {
@@ -117,7 +117,7 @@ inline void FindRanks(const QuantizedProblem& p, const TileRows& rows, const Row
 struct Rounding {
   float scale = 0.0f, low = 0.0f, high = 0.0f;
   explicit Rounding(const Quantization& q)
-      : scale(q.scale), low(static_cast<float>(-q.zero_rank())), high(static_cast<float>(255 - q.zero_rank())) {}
+      : scale(q.scale), low(static_cast<float>(-q.zero_code())), high(static_cast<float>(255 - q.zero_code())) {}
   // steps: x / scale.
   V OfSteps(V steps) const {
     const V bounded = Simd::Min(Simd::Set1(high), Simd::Max(Simd::Set1(low), steps));

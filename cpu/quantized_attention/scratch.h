@@ -13,13 +13,13 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// Scores that are kept as ranks (codes counted from the lowest): all that follows from their difference to the row's
-// largest one. Entry 256 is that of a forbidden key.
-struct RankTables {
-  uint8_t last[256];        // the rank after the last rounding, by that after the first
+// Scores that are kept as unsigned codes (code minus the lowest code): all that follows from their difference to the
+// row's largest one. Entry 256 is that of a forbidden key.
+struct ScoreCodeTables {
+  uint8_t last[256];        // the code after the last rounding, by that after the first
   bool has_one_rounding;    // `last` changes nothing
   float factor;             // of sums of products: they become numbers of steps of the first rounding
-  int32_t zero_rank;        // of the first rounding
+  int32_t zero_code;        // of the first rounding
   float weights[257];       // exp of the difference
   uint32_t exponents[257];  // the same, times 2^31
   // Byte i, and word i, of all of them: for lookups in registers.
@@ -30,16 +30,16 @@ struct RankTables {
 // The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows,
 // keys].
 struct RowScratch {
-  RankTables* tables;
+  ScoreCodeTables* tables;
   uint8_t* queries;      // [m, quads, 4]
   int32_t* row_terms;    // [m]
   int32_t* tiles;        // visited key tiles, in the order in which they lie
   uint64_t* allowed;     // [visited, m]: bits of allowed keys
-  uint8_t* codes;        // [visited, m, keys]: ranks of scores, then of weights
-  float* scores;         // likewise, where scores are no codes: scores, then their exponentials
-  uint8_t* byte_max;     // [m, keys]: largest ranks by lane
+  uint8_t* codes;        // [visited, m, keys]: unsigned codes of scores, then of weights
+  float* scores;         // likewise, where scores are not codes: scores, then their exponentials
+  uint8_t* byte_max;     // [m, keys]: largest codes by lane
   float* float_max;      // [m, kWidth]
-  int64_t* weight_sums;  // [m]: of ranks of weights, counted from that of 0
+  int64_t* weight_sums;  // [m]: of codes of weights, counted from that of 0
   uint32_t* bits;        // [m, keys / 32]: of a tile
   float* sums;           // [kRows, 64]: outputs of a strip
 };

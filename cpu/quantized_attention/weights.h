@@ -24,7 +24,7 @@ inline uint8_t MaxOfBytes(const uint8_t* bytes) {
 // fp32 take the place of these. NaN where a score is; 0 of a row without an allowed key.
 struct RowSum {
   double sum = 0.0;
-  uint8_t most = 0;  // the largest rank, where scores are ranks
+  uint8_t most = 0;  // the largest code, where scores are codes
   RowState State() const { return sum > 0.0 ? RowState::kWeighted : sum != sum ? RowState::kNan : RowState::kEmpty; }
   float LargestWeight() const { return sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0f; }
 };
@@ -33,7 +33,7 @@ inline RowTiles TilesOfRow(const QuantizedProblem& p, const RowScratch& s, int64
   return {s.codes + row * kTileKeys, s.allowed + row, visited, p.m};
 }
 
-inline RowSum SumRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+inline RowSum SumScoreCodes(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
   RowSum found;
   found.most = MaxOfBytes(s.byte_max + row * kTileKeys);
   const uint64_t sum = SumExponents(TilesOfRow(p, s, row, visited), *s.tables, found.most);
@@ -61,7 +61,7 @@ inline RowSum SumScores(const QuantizedProblem& p, const RowScratch& s, int64_t 
 }
 
 inline RowSum SumRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
-  return p.keeps_codes ? SumRanks(p, s, row, visited) : SumScores(p, s, row, visited);
+  return p.keeps_codes ? SumScoreCodes(p, s, row, visited) : SumScores(p, s, row, visited);
 }
 
 // What exponentials are multiplied by to become steps of the weight's rounding.
@@ -69,21 +69,21 @@ inline float StepsOfWeight(const QuantizedProblem& p, const RowSum& row) {
   return row.State() == RowState::kWeighted ? Finite(1.0 / (row.sum * double{p.args->weight.scale})) : 0.0f;
 }
 
-// Ranks of weights from ranks of scores.
-inline void RoundRanks(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
-                       const RowSum& found) {
+// Codes of weights from codes of scores.
+inline void RoundWeightCodes(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
+                             const RowSum& found) {
   const Quantization& weight = p.args->weight;
   const float factor = StepsOfWeight(p, found);
   uint8_t table[257];
-  RoundWeightTable(s.tables->weights, factor, weight.zero_rank(), table);
-  table[256] = static_cast<uint8_t>(weight.zero_rank());
+  RoundWeightTable(s.tables->weights, factor, weight.zero_code(), table);
+  table[256] = static_cast<uint8_t>(weight.zero_code());
   s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, found.most);
 }
 
-// Ranks of weights from exponentials.
+// Codes of weights from exponentials.
 inline void RoundWeights(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited,
                          const RowSum& found) {
-  const int32_t zero = p.args->weight.zero_rank();
+  const int32_t zero = p.args->weight.zero_code();
   const float factor = StepsOfWeight(p, found), high = static_cast<float>(255 - zero);
   const bool is_weighted = found.State() == RowState::kWeighted;
   int64_t total = 0;
@@ -98,9 +98,9 @@ inline void RoundWeights(const QuantizedProblem& p, const RowScratch& s, int64_t
     for (int k = 0; k < kTileKeys; ++k) {
       const float steps = x[k] * factor;
       const float rounded = ((steps > high ? high : steps) + kRoundToInteger) - kRoundToInteger;
-      const int32_t rank = static_cast<int32_t>(rounded) + zero;
-      codes[k] = static_cast<uint8_t>(rank);
-      added += rank - zero;
+      const int32_t code = static_cast<int32_t>(rounded) + zero;
+      codes[k] = static_cast<uint8_t>(code);
+      added += code - zero;
     }
     total += added;
   }
@@ -109,7 +109,7 @@ inline void RoundWeights(const QuantizedProblem& p, const RowScratch& s, int64_t
 
 inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
   const RowSum found = SumRow(p, s, row, visited);
-  p.keeps_codes ? RoundRanks(p, s, row, visited, found) : RoundWeights(p, s, row, visited, found);
+  p.keeps_codes ? RoundWeightCodes(p, s, row, visited, found) : RoundWeights(p, s, row, visited, found);
   return found.State();
 }
 
@@ -121,8 +121,8 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
   constexpr int kColumns = kVectors * Int8::kLanes;
   const int64_t stride = 4 * p.dv_padded;
   const Quantization& weight = p.args->weight;
-  const auto zero = static_cast<uint8_t>(weight.zero_rank());
-  const int32_t moved_zero = weight.zero_rank() - Int8::kRowOffset;
+  const auto zero = static_cast<uint8_t>(weight.zero_code());
+  const int32_t moved_zero = weight.zero_code() - Int8::kRowOffset;
   const int32_t value_zero = SignedZero(p.args->value);
   alignas(64) int32_t terms[kColumns], sums[kColumns];
   for (int64_t begin = 0; begin == 0 || begin < visited; begin += kExactKeys / kTileKeys) {

@@ -19,9 +19,9 @@ struct Quantization {
   int32_t zero_point = 0;
   bool is_signed = false;  // codes are int8, else uint8
   STOF_ALWAYS_INLINE bool given() const { return scale != 0.0f; }
-  // The lowest code. Kernels count codes from it: a rank is code - least(), 0 to 255.
+  // The lowest code. Kernels have unsigned codes: code - least(), 0 to 255.
   STOF_ALWAYS_INLINE int32_t least() const { return is_signed ? -128 : 0; }
-  STOF_ALWAYS_INLINE int32_t zero_rank() const { return zero_point - least(); }
+  STOF_ALWAYS_INLINE int32_t zero_code() const { return zero_point - least(); }
 };
 
 struct QuantizedAttentionArgs {

@@ -27,8 +27,8 @@ Quantization DrawQuantization(Random* random, float scale) {
   Quantization q;
   q.scale = scale;
   q.is_signed = random->OneIn(2);
-  const int rank = static_cast<int>(random->Pick<int64_t>({0, 255, 128, random->Range(0, 255)}));
-  q.zero_point = rank + q.least();
+  const int unsigned_code = static_cast<int>(random->Pick<int64_t>({0, 255, 128, random->Range(0, 255)}));
+  q.zero_point = unsigned_code + q.least();
   return q;
 }
 
@@ -248,6 +248,20 @@ TEST(QuantizedAttentionAddsManyExponentials) {
     CHECK(std::fabs(drawn.output[0] - 2.0f) < 1e-5f, CpuIsaName(isa), ": ", drawn.output[0]);
   }
   CountCases(static_cast<int64_t>(IsasOfThisMachine().size()));
+}
+
+// Kernels have a bit for each row of a tile in one word.
+TEST(QuantizedAttentionRefusesTilesOfOtherSizes) {
+  Random random(9);
+  const std::unique_ptr<Drawn> drawn = Draw(&random);
+  CpuQuantizedAttentionConfig config = ChooseCpuQuantizedAttention(drawn->args);
+  for (const int rows : {0, 11, 60, 72, 120}) {
+    config.m = rows;
+    const Status status = CpuQuantizedAttention(drawn->args, config, nullptr, Parallel{});
+    CHECK(status.message().find("no kernel for tiles of " + std::to_string(rows)) != std::string::npos, rows, ": ",
+          status.message());
+  }
+  CountCases(5);
 }
 
 TEST(QuantizedAttentionDoesNotDependOnThreads) {
