@@ -6,7 +6,7 @@
 
 #include "cuda/attention/families.h"
 #include "cuda/attention/job.h"
-#include "cuda/attention/sm90/int8/quantize.h"
+#include "cuda/attention/sm90/int8/precision.h"
 #include "plugins/core/contract/attention_limits.h"
 
 namespace stof {

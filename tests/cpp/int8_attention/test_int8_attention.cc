@@ -10,6 +10,7 @@
 #define __shared__ static  // variables of the CTA that runs
 #include "cuda/attention/sm90/int8/quantize.cuh"
 #undef __shared__
+#include "cuda/attention/workspace_bounds.h"
 #include "plugins/core/mask/attention_mask.h"
 #include "plugins/core/mask/block_mask_builder.h"
 #include "tests/cpp/check.h"
@@ -27,7 +28,8 @@ double ToBf16(double x) { return emulated_sm90::FromBf16(emulated_sm90::ToBf16(s
 template <int64_t kD, Operands kOperands>
 class Device {
   static constexpr bool kFp8 = kOperands == Operands::kInt8Fp8;
-  using Shape = cuda::sm90::Sm90Shape<kD, 128, 128, 3, 2, 1, 1, cuda::ScoreMod::kNone, true, false, false, kOperands>;
+  using Shape = cuda::sm90::Sm90Shape<kD, 128, 128, cuda::Int8Stages(kD, kFp8), 2, 1, 1, cuda::ScoreMod::kNone, true,
+                                      false, false, kOperands>;
 
  public:
   Device(const Case& c, const Dense& p)
@@ -248,6 +250,24 @@ TEST(Int8AttentionEqualsItsDefinition) {
   c = Case();
   c.mask = kEmptyRows, c.T = c.S = 300, c.keys = Keys::kSink, c.H = 1;
   CheckCase<64, Operands::kInt8>(c, 14);
+}
+
+// Memory is reserved for problems alone that kernels with 8-bit operands compute, and for all head sizes up to a bound.
+TEST(Int8WorkspaceIsThatOfKernels) {
+  const auto bytes = [](DType dtype, int64_t D, int64_t Dv, float softcap) {
+    AttentionArgs args;
+    args.shape = {1, 2, 1, 256, 256, D, Dv, dtype};
+    args.scores.scale = 0.125f, args.scores.softcap = softcap;
+    args.precision = AttentionPrecision::kInt8Fp8;
+    return cuda::BoundSm90Workspace(args, AttentionMask());
+  };
+  const AttentionShape shape = {1, 2, 1, 256, 256, 128, 128, DType::kBF16};
+  CHECK(bytes(DType::kBF16, 128, 128, 0.0f) == cuda::Int8Layout(shape, true).total);
+  CHECK(bytes(DType::kF16, 192, 128, 0.0f) == cuda::Int8Layout(shape, true).total);
+  CHECK(bytes(DType::kF16, 64, 96, 0.0f) == bytes(DType::kF16, 64, 64, 0.0f) && bytes(DType::kF16, 64, 64, 0.0f) > 0);
+  CHECK(bytes(DType::kF32, 128, 128, 0.0f) == 0 && bytes(DType::kF16, 32, 128, 0.0f) == 0);
+  CHECK(bytes(DType::kF16, 128, 128, 30.0f) == 0);
+  CountCases(7);
 }
 
 }  // namespace

@@ -18,17 +18,6 @@ constexpr auto kLaunch = [](const Int8Params&, bool, void*) { return 0; };
 
 }  // namespace
 
-AttentionPrecision Int8PrecisionOf(const AttentionArgs& args) {
-  const AttentionShape& shape = args.shape;
-  const ScoreArgs& scores = args.scores;
-  const bool is_16_bit = shape.dtype == DType::kF16 || shape.dtype == DType::kBF16;
-  const bool fits = is_16_bit && !IsQuantized(shape.kv_dtype) && shape.D == shape.Dv &&
-                    (shape.D == 64 || shape.D == 128) && scores.scale > 0.0f && scores.softcap == 0.0f &&
-                    scores.bias.data == nullptr && scores.relative_bias.table == nullptr &&
-                    !scores.has_relative_tables() && scores.skip_threshold == 0.0f && scores.block_threshold == 0.0f;
-  return fits ? args.precision : AttentionPrecision::kFull;
-}
-
 Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_described) {
   const AttentionShape& shape = job->args().shape;
   const AttentionParams& p = params->attention;

@@ -9,10 +9,6 @@
 namespace stof {
 namespace cuda {
 
-// The precision that the problem's kernel may have: AttentionArgs::precision, or kFull where no kernel with 8-bit
-// operands computes the problem.
-AttentionPrecision Int8PrecisionOf(const AttentionArgs& args);
-
 // Queues the kernels that quantize the operands into workspace of the job. Sets scales and TMA maps of params, whose
 // `attention` is complete. False where the driver has no TMA, or a tensor cannot be described: nothing is queued.
 Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_described);

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which problems the sm_90a kernels with 8-bit operands take. Plain C++.
+#ifndef STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
+#define STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
+
+#include "plugins/core/contract/attention_args.h"
+
+namespace stof {
+namespace cuda {
+
+// The precision that the problem's kernel may have: AttentionArgs::precision, or kFull where no kernel with 8-bit
+// operands computes the problem.
+AttentionPrecision Int8PrecisionOf(const AttentionArgs& args);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
