@@ -122,7 +122,7 @@ struct AttentionProblem {
   int64_t element_slots = 0;           // tiles of StaticMask::elements that each worker keeps
   bool has_short_pages = false;        // the keys of a tile may lie on several pages: they are never read in place
   bool pack_values = false;            // values are not read in place: another type, or rows that are not dense
-  bool rounds_to_bf16 = false;    // products in bf16: keys and values are packed as cpu/attention/bf16_block.h has it
+  bool rounds_to_bf16 = false;    // matmuls in bf16: keys and values are packed as cpu/attention/bf16_block.h has it
   void* packed_keys = nullptr;    // ring_tiles = 0: of each sequence [G, its panels, D, kPanel]
   void* packed_values = nullptr;  // likewise, pack_values: [G, panels, kPanel, Dv rounded up to kPanel]
   // Key blocks are chosen: tiles are blocks of keys, and tile rows divide blocks of queries.

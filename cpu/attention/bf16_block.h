@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 products of attention with fp32 sums: rounding and packing, QK^T and PV of a few query rows. Factors are packed
+// bf16 matmuls of attention with fp32 sums: rounding and packing, QK^T and PV of a few query rows. Operands are packed
 // by kDepth along the sum, as the instructions take them.
 //   keys:    [head / kDepth, kPanel keys, kDepth]  of each panel
 //   values:  [keys / kDepth, value size, kDepth]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernels attention takes where its products may be rounded to bf16.
+// Which kernels attention takes where operands of its matmuls may be rounded to bf16.
 #ifndef STOF_CPU_ATTENTION_BF16_KERNELS_H_
 #define STOF_CPU_ATTENTION_BF16_KERNELS_H_
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a source of attention kernels packs keys and values as: fp32, or bf16 where STOF_BF16_PRODUCTS is defined.
+// What a source of attention kernels packs keys and values as: fp32, or bf16 where STOF_BF16_MATMULS is defined.
 #ifndef STOF_CPU_ATTENTION_PACKED_TYPE_H_
 #define STOF_CPU_ATTENTION_PACKED_TYPE_H_
 
@@ -16,7 +16,7 @@ namespace {
 // bf16 is moved as floats of two numbers by functions that pack fp32.
 typedef uint16_t Bf16 __attribute__((may_alias));
 
-#if defined(STOF_BF16_PRODUCTS)
+#if defined(STOF_BF16_MATMULS)
 constexpr bool kRoundsToBf16 = true;
 using Packed = Bf16;
 #else

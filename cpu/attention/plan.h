@@ -19,7 +19,7 @@ bool HasFewQueries(const AttentionArgs& args);
 // The AttentionProblem of a call, and the arrays that it points to. args must outlive it.
 class AttentionPlan {
  public:
-  // Results do not depend on the number of threads. has_bf16: products may be rounded to bf16, and there are kernels.
+  // Results do not depend on the number of threads. has_bf16: matmuls may be in bf16, and there are kernels.
   AttentionPlan(const AttentionArgs& args, const CpuAttentionConfig& config, int threads, bool has_bf16);
   AttentionPlan(const AttentionPlan&) = delete;
   AttentionPlan& operator=(const AttentionPlan&) = delete;

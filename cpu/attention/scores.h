@@ -39,7 +39,7 @@ void AttentionWorker<kInPlace>::LoadQueries() {
   }
 }
 
-// Queries as products in bf16 take them: scale comes after the product.
+// Queries as matmuls in bf16 take them: scale comes after the matmul.
 template <bool kInPlace>
 void AttentionWorker<kInPlace>::RoundQueries() {
   const char* query =

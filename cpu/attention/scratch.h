@@ -75,7 +75,7 @@ struct Scratch {
   float *q, *o, *s, *max, *start, *sum, *bias, *row, *mean, *values, *keys;
   float* top;             // with a skip threshold: the largest score of each row so far; `max` lags behind
   uint64_t* skip_counts;  // pairs that were scored, and skipped
-  // Of products in bf16.
+  // Of matmuls in bf16.
   Bf16 *rounded_q = nullptr, *rounded_p = nullptr;  // queries, not times scale: [rows, PackedKeySize]; weights, as s
   Bf16* rounded_rows = nullptr;                     // rows of keys or values that are being packed
   float* converted_row = nullptr;

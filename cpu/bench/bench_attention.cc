@@ -3,9 +3,9 @@
 // FMA rate of the same run. Rows of a KV cache go round as many layers as a memory cache does not hold. Rounds of all
 // rows are interleaved with the FMA loop; the figures are minima. Rows named cold have blocks of keys that hardly
 // count, of which rows named skip leave out what the threshold allows. Rows named choose estimate which blocks matter.
-//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--products NAME]
+//   bench_attention [--rows ROW[,ROW]] [--threads N] [--rounds N] [--tile MxN] [--isa NAME] [--matmuls NAME]
 //   [--cpu-time]
-// --isa: an instruction set of plugins/core/base/cpu_isas.h. --products: fp32, bf16 (AttentionArgs::allow_bf16), or
+// --isa: an instruction set of plugins/core/base/cpu_isas.h. --matmuls: fp32, bf16 (AttentionArgs::allow_bf16), or
 // both, which are interleaved.
 #include <algorithm>
 #include <atomic>
@@ -335,11 +335,11 @@ int Main(int argc, char** argv) {
   std::string rows;
   int threads = 1, rounds = 5, m = 0, n = 0;
   CpuIsa isa = BestCpuIsa();
-  std::string products = "fp32";
+  std::string matmuls = "fp32";
   if (argc % 2 == 0 && std::strcmp(argv[argc - 1], "--cpu-time") == 0) counts_cpu_time = true;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--rows") == 0) rows = "," + std::string(argv[i + 1]) + ",";
-    if (std::strcmp(argv[i], "--products") == 0) products = argv[i + 1];
+    if (std::strcmp(argv[i], "--matmuls") == 0) matmuls = argv[i + 1];
     if (std::strcmp(argv[i], "--threads") == 0) threads = std::atoi(argv[i + 1]);
     if (std::strcmp(argv[i], "--rounds") == 0) rounds = std::atoi(argv[i + 1]);
     if (std::strcmp(argv[i], "--tile") == 0) std::sscanf(argv[i + 1], "%dx%d", &m, &n);
@@ -354,7 +354,7 @@ int Main(int argc, char** argv) {
   for (const Case& what : kCases) {
     if (!rows.empty() && rows.find("," + std::string(what.name) + ",") == std::string::npos) continue;
     for (const bool allow_bf16 : {false, true}) {
-      if (products == (allow_bf16 ? "fp32" : "bf16")) continue;
+      if (matmuls == (allow_bf16 ? "fp32" : "bf16")) continue;
       table.push_back(std::make_unique<Row>());
       Prepare(what, threads, m, n, isa, allow_bf16, table.back().get());
     }

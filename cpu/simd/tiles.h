@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#if defined(STOF_BF16_PRODUCTS) && (defined(__AMX_BF16__) || defined(STOF_EMULATED_TILES))
+#if defined(STOF_BF16_MATMULS) && (defined(__AMX_BF16__) || defined(STOF_EMULATED_TILES))
 #define STOF_TILES
 #include <immintrin.h>
 #endif

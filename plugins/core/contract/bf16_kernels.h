@@ -9,7 +9,7 @@
 
 namespace stof {
 
-// The set whose kernels compute products in bf16 where `isa` is the best that may run: the best one up to it that has
+// The set whose kernels compute matmuls in bf16 where `isa` is the best that may run: the best one up to it that has
 // such kernels. That of AMX needs a permission of the process, which is asked for here; where it is refused, the set
 // before. None: products are computed in fp32.
 std::optional<CpuIsa> IsaOfBf16Kernels(CpuIsa isa);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention with products in bf16, by every instruction set of this machine that has kernels for them, against the
+// Attention with matmuls in bf16, by every instruction set of this machine that has kernels for them, against the
 // definition.
 #include <algorithm>
 #include <cmath>
@@ -172,6 +172,26 @@ void KeepNanAndInfinity(CpuIsa isa) {
   }
 }
 
+// Numbers beyond the largest of bf16 become infinite, subnormal ones count as 0.
+void RoundEndsOfTheRange(CpuIsa isa) {
+  constexpr int64_t kSubnormal = 3, kLarge = 5;
+  Case c;
+  c.B = 1, c.H = c.G = 1, c.S = 40, c.T = 50, c.D = 20, c.Dv = 24, c.dtype = DType::kF32;
+  Tensors t(c, 6);
+  for (int64_t k = 0; k < c.T; ++k) t.dense.value[static_cast<size_t>(k * c.Dv + kSubnormal)] = 1e-39;
+  t.dense.value[static_cast<size_t>(11 * c.Dv + kLarge)] = 3.4e38;
+  t.Fill();
+  const std::vector<double> found = t.Run(isa, true), plain = t.Run(isa, false);
+  for (int64_t i = 0; i < c.S * c.Dv; ++i) {
+    const double x = found[static_cast<size_t>(i)];
+    const int64_t d = i % c.Dv;
+    const bool is_right = d == kSubnormal ? x == 0 : d == kLarge ? std::isinf(x) && x > 0 : std::isfinite(x);
+    CHECK(is_right, "row ", i / c.Dv, " element ", d, ": ", x);
+    CHECK(std::isfinite(plain[static_cast<size_t>(i)]), "in fp32: row ", i / c.Dv, " element ", d);
+  }
+  CountCases(c.S * c.Dv);
+}
+
 // Registers the tests of each instruction set of this machine that has kernels.
 const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported)                                                   \
@@ -179,8 +199,9 @@ const bool registered = [] {
    {"Bf16AttentionOfLargeScores[" #name "]", [] { RunLargeScores(CpuIsa::id); }},            \
    {"Bf16AttentionRoundsInputs[" #name "]", [] { RoundInputs(CpuIsa::id); }},                \
    {"Bf16AttentionOfFewQueriesIsFp32[" #name "]", [] { KeepFp32OfFewQueries(CpuIsa::id); }}, \
-   {"Bf16AttentionKeepsNanAndInfinity[" #name "]", [] { KeepNanAndInfinity(CpuIsa::id); }}},
-  static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
+   {"Bf16AttentionKeepsNanAndInfinity[" #name "]", [] { KeepNanAndInfinity(CpuIsa::id); }},  \
+   {"Bf16AttentionRoundsEndsOfTheRange[" #name "]", [] { RoundEndsOfTheRange(CpuIsa::id); }}},
+  static constexpr Test kRows[][6] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
   for (const CpuIsa isa : IsasOfThisMachine()) {
     if (cpu::KernelsOf(isa).attention_bf16 == nullptr) continue;
