@@ -34,7 +34,7 @@ bool HasDotProduct() {
 #endif
 }
 
-// Matrix products of bf16 (bfmmla). Windows has no answer that older headers and systems know.
+// Matmuls of bf16 (bfmmla). Windows has no answer that older headers and systems know.
 bool HasBf16() {
 #if defined(__aarch64__) && defined(__linux__)
   constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
