@@ -28,8 +28,7 @@ double ToBf16(double x) { return emulated_sm90::FromBf16(emulated_sm90::ToBf16(s
 template <int64_t kD, Operands kOperands>
 class Device {
   static constexpr bool kFp8 = kOperands == Operands::kInt8Fp8;
-  using Shape = cuda::sm90::Sm90Shape<kD, 128, 128, cuda::Int8Stages(kD, kFp8), 2, 1, 1, cuda::ScoreMod::kNone, true,
-                                      false, false, kOperands>;
+  using Shape = cuda::sm90::Sm90Shape<kD, 128, 128, 3, 2, 1, 1, cuda::ScoreMod::kNone, true, false, false, kOperands>;
 
  public:
   Device(const Case& c, const Dense& p)

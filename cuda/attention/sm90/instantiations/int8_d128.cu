@@ -4,7 +4,9 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm90Int8D128(const KernelProblem& problem) { return sm90::Int8Kernels<128>::Find(problem); }
+KernelTable FindSm90Int8D128(const KernelProblem& problem) {
+  return sm90::Int8Kernels<sm90::Head<128>, 4, 3>::Find(problem);
+}
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,9 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm90Int8D64(const KernelProblem& problem) { return sm90::Int8Kernels<64>::Find(problem); }
+KernelTable FindSm90Int8D64(const KernelProblem& problem) {
+  return sm90::Int8Kernels<sm90::Head<64>, 6, 5>::Find(problem);
+}
 
 }  // namespace cuda
 }  // namespace stof

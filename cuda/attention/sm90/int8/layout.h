@@ -16,9 +16,6 @@ namespace cuda {
 
 constexpr int kInt8TileKeys = 128;  // keys of a KV tile of every kernel with 8-bit operands
 
-// KV stages of the kernel of a head size, with values in fp8 or in 16 bits.
-constexpr int Int8Stages(int64_t D, bool fp8) { return D == 64 ? (fp8 ? 6 : 5) : (fp8 ? 4 : 3); }
-
 // Scales of a KV tile: of its key groups, then of its values; padded for a bulk copy.
 constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kTileScales = 12;
 
