@@ -54,11 +54,11 @@ struct Warp {
 // By its address in shared memory.
 struct Mbarrier {
   int arrivals = 0, pending = 0;
-  int64_t bytes = 0;  // that copies still have to bring
-  uint32_t phase = 0;
+  int64_t bytes = 0;   // that copies still have to bring
+  int64_t phases = 0;  // that are over
   void EndIfComplete(std::condition_variable* waiting) {
     if (pending != 0 || bytes != 0) return;
-    phase ^= 1, pending = arrivals;
+    ++phases, pending = arrivals;
     waiting->notify_all();
   }
 };
@@ -224,15 +224,20 @@ static inline void ArriveExpect(uint32_t barrier, uint32_t bytes) {
   own.EndIfComplete(&cta.waiting);
 }
 static inline void Arrive(uint32_t barrier) { ArriveExpect(barrier, 0); }
-// Now and then a thread is late, as on a device whose lanes go on one by one: code in which a phase may end twice
-// before a thread waits for it hangs.
+// The lanes of a warp that waits leave together on a device, whose warps stay converged: there one lane cannot arrive,
+// and let another phase end, before the others have looked. Here lanes are threads, and some are late now and then. So
+// a thread waits for the phase that follows the last one for which it waited, also where later ones are over.
 static inline void Wait(uint32_t barrier, uint32_t parity) {
   auto& cta = *test::emulated_sm90::Current();
   static std::atomic<uint32_t> calls{0};
   if (calls.fetch_add(1) * 2654435769u >> 24 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  static thread_local std::map<uint32_t, int64_t> next_phases;  // a thread has one CTA; phase -1 is over from the start
+  int64_t& next = next_phases.emplace(barrier, -1).first->second;
+  if ((next & 1) != static_cast<int64_t>(parity)) ++next;
   std::unique_lock<std::mutex> lock(cta.mutex);
   auto& own = cta.mbarriers.at(barrier);
-  cta.waiting.wait(lock, [&] { return own.phase != parity; });
+  cta.waiting.wait(lock, [&] { return own.phases > next; });
+  ++next;
 }
 static inline void SyncNamed(int id, int threads) {
   auto& cta = *test::emulated_sm90::Current();
