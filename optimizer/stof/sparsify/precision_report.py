@@ -92,14 +92,24 @@ class PrecisionReport:
         if self.measured_on:
             lines.append(f"errors of attentions: relative RMS against fp64, on {self.measured_on}")
         if self.reduced:
-            lines.append(
-                f"verification compares outputs in full precision; each attention in {self.precision.name} is held to the "
-                "definition that rounds as its kernels do"
-            )
+            lines += self._comparison_lines()
             measured = [line for found in self._losses() for line in found]
             measured += [] if self.cosines is None else [self.cosines.line()]
             lines += measured or ["loss: not measured; --prompts FILE or --inputs FILE measures it"]
         return [*lines, *(f"warning: {words}" for words in self.warnings)]
+
+    def _comparison_lines(self) -> list[str]:
+        """What of the attentions in reduced precision was compared with their definition; nothing where none ran."""
+        if not self.measured_on:
+            return []
+        name, reduced = self.precision.name, [row for row in self.rows if row.reduced]
+        if not any(row.kernel for row in reduced):
+            return [f"no attention in {name} was compared with its definition: this machine has no {name} kernel"]
+        held = sum(bool(row.kernel) and row.relative_rms is not None for row in reduced)
+        return [
+            f"verification compares outputs in full precision; {held} of {len(reduced)} attentions in {name} are held to the "
+            "definition that rounds as their kernels do"
+        ]
 
     @property
     def loss_headlines(self) -> list[str]:
