@@ -157,7 +157,8 @@ def test_nothing_to_measure_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for row in report["attention_precision"]["layers"]:
         assert not row["reduced"]
         assert row["reason"] == (
-            "its error is not known: there is nothing to measure it on; give --inputs or --prompts; --force allows bf16 all the same"
+            "its error is not known: there is nothing to measure it on; give --inputs or --prompts; "
+            "--force allows bf16 all the same"
         )
     assert "--allow-bf16 changes nothing" in capsys.readouterr().out.splitlines()[0]
     _, target, report = run(tmp_path, model, "--allow-bf16", "--no-verify", "--force")
