@@ -16,6 +16,7 @@ from stof.attention_precision.errors import SiteError, measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
+from stof.execution.session_process import release_sessions
 from stof.op_rewrite import Job
 from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
@@ -33,7 +34,7 @@ _MOST_DRAWN = 2
 
 
 def allowed_precision(options: Options) -> Precision | None:
-    """The precision that options allow attentions to compute in; None: none below that of their inputs."""
+    """The precision that options allow attentions to compute in; None: full precision."""
     return BF16 if options.allow_bf16 else None
 
 
@@ -105,7 +106,10 @@ def apply_precision(
     if sets is not None and not sets.prompts:
         every = list(range(sets.count))
         with measure("inputs"):
-            meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+            try:
+                meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+            finally:
+                release_sessions()
         found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())
         check_cosines(found.cosines, job.options, found.precision.option)
     return reduced

@@ -2,7 +2,7 @@
 """A site with roundings to 8 bits beside the nodes that it replaces, both held against fp64 with the same roundings.
 
 Roundings make steps of differences in the last place: a number in the middle between two codes is rounded either way. So fp64
-gives an interval. It is a point, but for rows that hold a number within rounding errors of such a middle.
+gives an interval. Its width is 0 except in rows with a number within rounding error of a tie.
 """
 
 from __future__ import annotations
