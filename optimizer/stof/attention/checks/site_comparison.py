@@ -111,13 +111,11 @@ def compare_result(
     captured = site, arrays
     site, arrays = _multiply_query(site, arrays)
     original = arrays[site.output]
-    scores = scores_shape(site, arrays)
-    computed = undo_output_moves(site, scores, computed)
     what = f"site {site.name!r}"
-    baseline = heads_in_layout(computed, site.output_layout, site.num_heads)
+    baseline = result_in_heads(site, arrays, computed)
     shape = baseline.shape
     empty = ~np.isfinite(baseline).all(-1) | (mine == 0).all(-1)
-    sample = choose_rows(_rows_away(mine, baseline), empty, scores[3])
+    sample = choose_rows(_rows_away(mine, baseline), empty, scores_shape(site, arrays)[3])
     if sample is not None:
         mine, baseline = sample.pick(mine), sample.pick(baseline)
     reference = site_exactly(*captured, sample=sample)
