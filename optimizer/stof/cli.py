@@ -225,18 +225,23 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--min-cosine",
         type=_share,
         metavar="X",
-        help="least mean cosine of outputs on --inputs to write a model with skip-scores, choose-blocks or --allow-bf16 (0.999)",
+        help="least mean cosine of outputs on --inputs to write a model with skip-scores, choose-blocks, --allow-bf16 or "
+        "--dequantize-attention (0.999)",
     )
     group.add_argument(
         "--dequantize-attention",
         action="store_true",
-        help="compute attention in float whose scores or weights are rounded to 8 bits; OUTPUTS CHANGE: on --inputs they are at "
-        "least as near to those of --float-model as the quantized model's are, or as near to either as --min-cosine says",
+        help="compute attention in float whose scores or weights are rounded to 8 bits; OUTPUTS CHANGE; they are "
+        "compared on --inputs with those of --float-model, else of the quantized model",
     )
     group.add_argument(
         "--float-model", type=Path, metavar="FILE", help="the model that was quantized, for --dequantize-attention"
     )
-    group.add_argument("--force", action="store_true", help="write the model beyond --max-kl and --min-cosine, too")
+    group.add_argument(
+        "--force",
+        action="store_true",
+        help="write the model beyond --max-kl and --min-cosine, too; with --allow-bf16 also attention whose error is not known",
+    )
 
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
@@ -377,6 +382,15 @@ def _check_changes(arguments: argparse.Namespace) -> None:
         raise ArgumentError("--prompts is for --sparsify, --sparse-mlp and --allow-bf16, of which none is given")
     if arguments.max_error is not None and not arguments.allow_bf16:
         raise ArgumentError("--max-error is for --allow-bf16, which is not given")
+    if arguments.dequantize_attention and changes:
+        option = "--allow-bf16" if arguments.allow_bf16 else "--sparsify" if arguments.sparsify else "--sparse-mlp"
+        raise ArgumentError(
+            f"{option} and --dequantize-attention both change outputs, and their losses cannot be separated; give one of them"
+        )
+    if arguments.prompts is not None and arguments.inputs and arguments.min_cosine is not None and arguments.allow_bf16:
+        raise ArgumentError(
+            "--min-cosine is for --inputs, and --prompts decide with --allow-bf16; leave one of them out"
+        )
     measured = arguments.prompts or arguments.sparse_mlp
     has_thresholds = any(kind.clause in (arguments.sparsify or "") for kind in KINDS)
     changes_core = has_thresholds or arguments.allow_bf16 or arguments.dequantize_attention
@@ -389,7 +403,7 @@ def _check_changes(arguments: argparse.Namespace) -> None:
             "give both"
         )
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
-        is_forced = option == "--force" and (on_inputs or arguments.dequantize_attention)
+        is_forced = option == "--force" and (on_inputs or arguments.allow_bf16 or arguments.dequantize_attention)
         if is_given and measured is None and not is_forced:
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 

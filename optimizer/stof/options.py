@@ -202,6 +202,7 @@ class Options:
 
         if self.float_model is not None and not self.dequantize_attention:
             raise ArgumentError("float_model is for dequantize_attention; give both")
+        self._check_dequantized()
         if self.allow_bf16 and self.tuned_for is not CPU:
             raise ArgumentError(
                 f"allow_bf16 is for target {CPU.name!r}, not {self.target!r}: its kernels compute in the model's own type, or in "
@@ -209,6 +210,15 @@ class Options:
             )
         if not self.emission.needs_library:
             self._check_standard()
+
+    def _check_dequantized(self) -> None:
+        """Refuses other changes beside float attention: one distance would hold both."""
+        others = {"allow_bf16": self.allow_bf16, "sparsify": self.sparsify, "sparse_mlp": self.sparse_mlp}
+        given = [name for name, value in others.items() if value]
+        if self.dequantize_attention and given:
+            raise ArgumentError(
+                f"{given[0]} and dequantize_attention both change outputs, and their losses cannot be separated; give one of them"
+            )
 
     def _check_standard(self) -> None:
         """Refuses what needs stof's operators, in a model that has none."""

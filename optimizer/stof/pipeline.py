@@ -198,13 +198,17 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     mark_written(report, stages)
     if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
         report.converted_opset = (opset, opset_of(graph))
-    masks = job.run_time_masks
+    _save_plan(_plan_of(report, job, stages), options)
+
+
+def _plan_of(report: Report, job: Job, stages: Sequence[Stage]) -> Plan:
+    """The choices of a run."""
+    options, masks = job.options, job.run_time_masks
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
     precisions = None if report.attention_precision is None else report.attention_precision.by_plan()
-    saved = Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses)
-    saved = replace(saved, dequantizes_attention=options.dequantize_attention, attention_precision=precisions)
-    _save_plan(saved, options)
+    plan = Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses)
+    return replace(plan, dequantizes_attention=options.dequantize_attention, attention_precision=precisions)
 
 
 def _refuse_changes_of_optimized(options: Options) -> None:

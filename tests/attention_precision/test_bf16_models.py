@@ -71,7 +71,9 @@ def test_folders_of_genai(tmp_path: Path) -> None:
     session = {"filename": "model.onnx", "session_options": {"provider_options": []}}
     config = {"model": {"type": "llama", "decoder": session}, "search": {"past_present_share_buffer": True}}
     (source / "genai_config.json").write_text(json.dumps(config))
-    assert cli.main([str(source), "-o", str(target), "--allow-bf16", "--no-verify", "--json", str(report)]) == 0
+    assert (
+        cli.main([str(source), "-o", str(target), "--allow-bf16", "--force", "--no-verify", "--json", str(report)]) == 0
+    )
     assert list(flags_of(target / "model.onnx").values()) == [1]
     written = json.loads((target / "genai_config.json").read_text())
     assert "custom_ops_library" in json.dumps(written)
@@ -98,14 +100,18 @@ def test_texts_without_padding(tmp_path: Path) -> None:
 
 
 def test_subgraphs(tmp_path: Path) -> None:
-    """Their tensors are no outputs of the model: errors are not known, and the report says so."""
+    """Their tensors are no outputs of the model: errors are not known, and attention keeps full precision without --force."""
     path = saved(parser.parse_model(MERGED), tmp_path)
     status, target, report = run(tmp_path, path, "--allow-bf16")
     assert status == 0
-    assert list(flags_of(target).values()) == [1, 1]
+    assert list(flags_of(target).values()) == [0, 0]
     found = report["attention_precision"]
     assert [row["relative_rms"] for row in found["layers"]] == [None, None]
+    assert all(row["reason"].startswith("its error is not known: it lies in a subgraph,") for row in found["layers"])
+    status, target, report = run(tmp_path, path, "--allow-bf16", "--force")
+    assert status == 0
+    assert list(flags_of(target).values()) == [1, 1]
+    found = report["attention_precision"]
     assert any(
-        words.startswith("the error of 2 attentions is not known: they lie in subgraphs,")
-        for words in found["warnings"]
+        w.startswith("the error of 2 attentions is not known: it lies in a subgraph,") for w in found["warnings"]
     )

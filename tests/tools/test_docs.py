@@ -30,6 +30,7 @@ from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.sparsify.threshold_report import ThresholdReport, ThresholdRow
 from stof.tuning_cache import EarlierMeasurements
 from stof.unpadding.report import UnpadReport
+from stof.verification.float_distance import DequantizedAttention, OutputDistance
 from stof.verification.model_times import ModelTimes, RunTimes
 from stof.verification.result import DecidedDifference, PaddingMove, PartialVerification
 
@@ -202,8 +203,11 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         skip,
         skip["layers"][0],
     )
+    distances = DequantizedAttention([], distances=[OutputDistance("", 1.0, 0.0)]).to_json()
     objects = (
         *sparsified,
+        distances,
+        distances["distances"][0],
         precision,
         precision["layers"][0],
         report,

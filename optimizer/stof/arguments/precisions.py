@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types below that of its inputs in which an attention may compute its two matmuls, each by an attribute of the operators."""
+"""Types to which attention may round the operands of its two matmuls, each by an attribute of the operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stof.targets import CPU, Target
 
 @dataclass(frozen=True)
 class Precision:
-    """A type in which attention may compute the products of queries and keys, and of weights and values.
+    """A type to which attention may round the operands of its matmuls: queries with keys, and weights with values.
 
     Sums, the softmax and what follows stay in fp32.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
@@ -16,11 +16,12 @@ from stof.attention_precision.errors import SiteError, measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
+from stof.execution.session_process import release_sessions
 from stof.op_rewrite import Job
 from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
-from stof.sparsify.precision_report import PrecisionReport, PrecisionRow
+from stof.sparsify.precision_report import PrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
@@ -33,7 +34,7 @@ _MOST_DRAWN = 2
 
 
 def allowed_precision(options: Options) -> Precision | None:
-    """The precision that options allow attentions to compute in; None: none below that of their inputs."""
+    """The precision that options allow attentions to compute in; None: full precision."""
     return BF16 if options.allow_bf16 else None
 
 
@@ -91,7 +92,9 @@ def apply_precision(
     is_drawn = sets is None
     with measure("errors"):
         measured = sets or _draw_sets(job, stages)
-        if measured is not None:
+        if measured is None:
+            _judge_rows(found, job, {}, "there is nothing to measure it on; give --inputs or --prompts")
+        else:
             _measure_errors(found, job, stages, measured, folder, is_drawn=is_drawn)
     if any(row.reduced and not row.kernel for row in found.rows):
         found.warnings.append(
@@ -103,7 +106,10 @@ def apply_precision(
     if sets is not None and not sets.prompts:
         every = list(range(sets.count))
         with measure("inputs"):
-            meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+            try:
+                meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+            finally:
+                release_sessions()
         found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())
         check_cosines(found.cosines, job.options, found.precision.option)
     return reduced
@@ -120,38 +126,48 @@ def _draw_sets(job: Job, stages: Sequence[Stage]) -> MeasuredSets | None:
 def _measure_errors(
     found: PrecisionReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path, *, is_drawn: bool
 ) -> None:
-    """Gives rows their errors; those whose error is too large keep full precision, unless a plan decides."""
+    """Gives rows their errors, and full precision where these are too large or not known."""
     some = sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
     try:
         measured = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
     except (ArgumentError, VerifyError) as error:
         if not is_drawn:  # what the user gives has to be measured
             raise
-        found.warnings.append(f"errors are not measured: {error}")
+        _judge_rows(found, job, {}, str(error))
         return
     found.measured_on = sets.describe(some)
     if measured.tokens:
         found.measured_on = f"the first {measured.tokens} tokens of {found.measured_on}"
+    _judge_rows(
+        found, job, measured.sites, "it lies in a subgraph, reads tensors that only the result has, or its output is 0"
+    )
+
+
+def _judge_rows(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:
+    """Gives rows their errors; those with a large or an unknown one keep full precision.
+
+    A plan takes the place of both bounds, ``--force`` that of unknown errors; then a warning counts these.
+
+    Args:
+        found: has the rows.
+        job: the optimization.
+        sites: what was measured, by the names of operators.
+        unknown: why errors of others are not known.
+    """
     is_planned = job.plan is not None and job.plan.attention_precision is not None
-    found.rows = [
-        _judge(row, measured.sites.get(row.node, SiteError()), found.max_error, is_planned=is_planned)
-        if row.reduced
-        else row
-        for row in found.rows
-    ]
-    unknown = sum(row.reduced and row.relative_rms is None for row in found.rows)
-    if unknown:
-        found.warnings.append(
-            f"the error of {unknown} attentions is not known: they lie in subgraphs, read tensors that only the result has, or "
-            "give 0"
-        )
-
-
-def _judge(row: PrecisionRow, error: SiteError, bound: float, *, is_planned: bool) -> PrecisionRow:
-    """A row with its error, and in full precision where that is too large."""
-    reason = ""
-    if error.fault:
-        reason = f"it differs from the definition that rounds as its kernels do: {error.fault}"
-    elif error.relative_rms is not None and error.relative_rms > bound and not is_planned:
-        reason = f"its relative RMS error is {error.relative_rms:.2g}, --max-error allows {bound:g}"
-    return replace(row, relative_rms=error.relative_rms, reduced=not reason, reason=reason)
+    rows = []
+    for row in found.rows:
+        error, reason = sites.get(row.node, SiteError()), ""
+        if not row.reduced:
+            rows.append(row)
+            continue
+        if error.fault:
+            reason = f"it differs from the definition that rounds as its kernels do: {error.fault}"
+        elif error.relative_rms is None and not (is_planned or job.options.force):
+            reason = f"its error is not known: {unknown}; --force allows {found.precision.name} all the same"
+        elif error.relative_rms is not None and error.relative_rms > found.max_error and not is_planned:
+            reason = f"its relative RMS error is {error.relative_rms:.2g}, --max-error allows {found.max_error:g}"
+        rows.append(replace(row, relative_rms=error.relative_rms, reduced=not reason, reason=reason))
+    found.rows = rows
+    if count := sum(row.reduced and row.relative_rms is None for row in rows):
+        found.warnings.append(f"the error of {count} attentions is not known: {unknown}")

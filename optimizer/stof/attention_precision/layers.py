@@ -62,7 +62,7 @@ def find_precision_rows(
             if planned is not None:
                 reason = "" if name in planned else "the plan says so"
             elif facts.dtype(nodes[0].input[0]) not in (0, *_FLOATS):
-                reason = f"its type is none that {precision.name} is below"
+                reason = "its inputs are not fp32, fp16 or bf16"
             elif gain is not None and gain < 1.0:
                 reason = f"a loss is estimated: {gain:.2f}x"
         rows.append(PrecisionRow(name, index, op, not reason, reason, kernel, gain))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from stof.files import temporary_folder
 from stof.graph.load_save import load
 from stof.op_rewrite import Job
 from stof.prompt_runs.limits import prompt_limits
-from stof.thresholds.cosines import CosineMeter
+from stof.thresholds.cosines import CosineMeter, rows_of_tokens
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
 from stof.verification.float_distance import DequantizedAttention, OutputDistance
 
@@ -29,19 +29,36 @@ Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the 
 
 @dataclass
 class _ErrorMeter:
-    """Sums of squares, of differences and of a reference, by output."""
+    """Sums of squares, of differences and of a reference, by output.
+
+    Attributes:
+        model: whose outputs are held to the reference, for people.
+        differences: sums by output.
+        squares: of the reference, likewise.
+    """
+
+    model: str
 
     differences: dict[str, float] = field(default_factory=dict)
     squares: dict[str, float] = field(default_factory=dict)
 
-    def add(self, names: Sequence[str], reference: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
+    def add(
+        self,
+        names: Sequence[str],
+        reference: Sequence[np.ndarray],
+        other: Sequence[np.ndarray],
+        feed: Mapping[str, np.ndarray],
+    ) -> None:
+        """Adds the outputs of both models on ``feed``; rows that its mask calls padding do not count, as in cosines."""
         for name, one, two in zip(names, reference, other, strict=True):
             if one.shape != two.shape:
                 raise ArgumentError(
-                    f"output {name!r} has shape {list(one.shape)} in the float model and {list(two.shape)} in the quantized one; "
+                    f"output {name!r} has shape {list(one.shape)} in the reference and {list(two.shape)} in the {self.model}; "
                     "give the --float-model from which it was made"
                 )
             exact, found = one.astype(np.float64), two.astype(np.float64)
+            if (rows := rows_of_tokens(one, feed)) is not None:
+                exact, found = exact[rows], found[rows]
             with np.errstate(invalid="ignore", over="ignore"):
                 difference = np.where(exact == found, 0.0, found - exact)
                 self.differences[name] = self.differences.get(name, 0.0) + float(np.sum(difference**2))
@@ -84,7 +101,8 @@ def _measure(
 ) -> list[OutputDistance]:
     float_model = job.options.float_model
     names = sets.outputs
-    cosines, error, quantized_error = CosineMeter(names), _ErrorMeter(), _ErrorMeter()
+    cosines, error = CosineMeter(names), _ErrorMeter("optimized model")
+    quantized_error = _ErrorMeter("quantized model")
     try:
         with temporary_folder(folder) as scratch:
             limits = prompt_limits(job.options.verify_memory)
@@ -103,10 +121,10 @@ def _measure(
                 )
             for feed in given:
                 exact, found = (session.run(names, feed.arrays) for session in (reference, optimized))
-                error.add(names, exact, found)
+                error.add(names, exact, found, feed.arrays)
                 cosines.add(exact, found, feed.arrays)
                 if reference is not quantized:
-                    quantized_error.add(names, exact, quantized.run(names, feed.arrays))
+                    quantized_error.add(names, exact, quantized.run(names, feed.arrays), feed.arrays)
     except RuntimeFailure as failure:
         raise ArgumentError(f"{sets.source}: a model does not run on it: {failure}") from failure
     except LimitReached as reached:
@@ -114,10 +132,15 @@ def _measure(
     finally:
         release_sessions()
     means = cosines.means()
+    if empty := [n for n in names if n not in means]:
+        raise ArgumentError(
+            f"{sets.source}: output {empty[0]!r} has no row that is not padding, so nothing of it can be compared; give inputs "
+            "with tokens"
+        )
     return [
         OutputDistance(
             name,
-            means.get(name, 1.0),
+            means[name],
             error.error(name),
             None if float_model is None else quantized_error.error(name),
         )

@@ -106,10 +106,20 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
         return
     worst = max((x for x in (loss.whole, loss.decoded) if x is not None), key=lambda x: x.kl)
     of = "" if worst is loss.whole else " in decoding"
+    ways = [
+        words
+        for words, is_given in (
+            ("a denser pattern or a smaller threshold", options.sparsify),
+            ("more neurons", options.sparse_mlp),
+            ("a smaller --max-error", options.allow_bf16 and options.plan is None),
+            ("a plan with less in attention_precision", options.allow_bf16 and options.plan is not None),
+        )
+        if is_given
+    ]
     raise VerifyError(
         f"{changed_by} changes outputs too much: KL divergence {worst.kl:.4g}{of} on {loss.source}, --max-kl allows "
-        f"{options.max_kl:g}; next-token agreement is {100 * worst.agreement:.2f} %. Nothing was written; choose a denser "
-        "pattern, a smaller threshold, more neurons or a smaller --max-error, raise --max-kl, or write it anyway with --force"
+        f"{options.max_kl:g}; next-token agreement is {100 * worst.agreement:.2f} %. Nothing was written; choose "
+        f"{' or '.join(ways)}, raise --max-kl, or write it anyway with --force"
     )
 
 

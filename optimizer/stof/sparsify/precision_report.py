@@ -11,6 +11,8 @@ from stof.arguments.precisions import Precision
 from stof.prompts.loss import Loss
 from stof.sparsify.threshold_report import OutputCosines, number_ranges
 
+_OVER_CACHES = ("StofCachedAttention", "StofPagedAttention")  # whose few queries a step are computed in fp32
+
 
 @dataclass(frozen=True)
 class PrecisionRow:
@@ -23,7 +25,8 @@ class PrecisionRow:
         reduced: whether it may compute its matmuls in the precision.
         reason: why it may not.
         kernel: that runs it in the precision on this machine; empty: none, it computes as without the option.
-        predicted_gain: the estimated time of the operator without the option over that with it, here; None: no such kernel.
+        predicted_gain: the estimated time of the operator without the option over that with it, here; None: no such kernel, one
+            that was not timed, or a head size that is not known.
         relative_rms: the root mean square error of its output over that of fp64, the largest of all sets; None: not measured.
     """
 
@@ -49,7 +52,7 @@ class PrecisionReport:
         loss: of the whole model on prompts; None: not measured.
         decode_loss: of single tokens over the cache; None: not measured.
         cosines: of outputs on ``--inputs``; None: not measured.
-        warnings: what makes the measurement weak.
+        warnings: reasons why errors or loss may not be those of the target machine, or are not known.
         is_decided: whether the rows are those of a model that was written.
     """
 
@@ -92,14 +95,24 @@ class PrecisionReport:
         if self.measured_on:
             lines.append(f"errors of attentions: relative RMS against fp64, on {self.measured_on}")
         if self.reduced:
-            lines.append(
-                f"verification compares outputs in full precision; each attention in {self.precision.name} is held to the "
-                "definition that rounds as its kernels do"
-            )
+            lines += self._comparison_lines()
             measured = [line for found in self._losses() for line in found]
             measured += [] if self.cosines is None else [self.cosines.line()]
             lines += measured or ["loss: not measured; --prompts FILE or --inputs FILE measures it"]
         return [*lines, *(f"warning: {words}" for words in self.warnings)]
+
+    def _comparison_lines(self) -> list[str]:
+        """What of the attentions in reduced precision was compared with their definition; nothing where none ran."""
+        if not self.measured_on:
+            return []
+        name, reduced = self.precision.name, [row for row in self.rows if row.reduced]
+        if not any(row.kernel for row in reduced):
+            return [f"no attention in {name} was compared with its definition: this machine has no {name} kernel"]
+        held = sum(bool(row.kernel) and row.relative_rms is not None for row in reduced)
+        return [
+            f"verification compares outputs in full precision; {held} of {len(reduced)} attentions in {name} are held to the "
+            "definition that rounds as their kernels do"
+        ]
 
     @property
     def loss_headlines(self) -> list[str]:
@@ -118,6 +131,10 @@ class PrecisionReport:
             f"kernel {first.kernel}" if first.kernel else "no kernel of this machine: it computes as without the option"
         )
         gain = "" if first.predicted_gain is None else f", estimated {first.predicted_gain:.1f}x over full precision"
+        if first.kernel and first.predicted_gain is None:
+            gain = ", not timed"
+        if first.op in _OVER_CACHES:
+            gain += "; prompts alone, decode steps stay fp32"
         errors = [r.relative_rms for r in group if r.relative_rms is not None]
         most = "up to " if len(errors) > 1 else ""
         error = f"; relative RMS error {most}{max(errors):.2g}" if errors else ""

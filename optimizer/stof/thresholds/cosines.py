@@ -32,11 +32,11 @@ class CosineMeter:
             result: of the other.
             feed: what they ran on. Rows of an output [B, S, N] that its ``attention_mask`` [B, S] calls padding do not count.
         """
-        mask = None if feed is None else feed.get(_MASK)
         for name, one, other in zip(self.names, original, result, strict=True):
             cosines = row_cosines(one, other)
-            if mask is not None and mask.ndim == 2 and one.ndim == 3 and one.shape[:2] == mask.shape == other.shape[:2]:
-                cosines = cosines[mask.ravel() != 0] if cosines.size == mask.size else cosines
+            rows = None if feed is None else rows_of_tokens(one, feed)
+            if rows is not None and one.shape == other.shape and cosines.size == rows.size:
+                cosines = cosines[rows.ravel()]
             self._cosines.setdefault(name, []).append(cosines)
 
     def means(self) -> Mapping[str, float]:
@@ -47,6 +47,16 @@ class CosineMeter:
     def loss(self) -> float:
         """1 minus the least of the means."""
         return max((1.0 - mean for mean in self.means().values()), default=0.0)
+
+
+def rows_of_tokens(output: np.ndarray, feed: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Which rows [B, S] of an output [B, S, N] the ``attention_mask`` of its inputs does not call padding; None: all count."""
+    mask = feed.get(_MASK)
+    return (
+        mask != 0
+        if mask is not None and mask.ndim == 2 and output.ndim == 3 and output.shape[:2] == mask.shape
+        else None
+    )
 
 
 def row_cosines(original: np.ndarray, result: np.ndarray) -> np.ndarray:

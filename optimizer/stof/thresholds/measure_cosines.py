@@ -94,6 +94,12 @@ def check_cosines(cosines: OutputCosines, options: Options, changed_by: str = "-
     if cosine >= options.min_cosine or options.force:
         return
     way = "a smaller threshold" if changed_by == "--sparsify" else "a smaller --max-error"
+    if options.plan is not None:
+        way = (
+            "a plan with a smaller threshold"
+            if changed_by == "--sparsify"
+            else "a plan with less in attention_precision"
+        )
     raise VerifyError(
         f"{changed_by} changes outputs too much: the cosine of output {name!r} with the original's is 1 - {1 - cosine:.3g} "
         f"on {cosines.source}, --min-cosine allows {options.min_cosine:g}. Nothing was written; choose {way}, "

@@ -15,8 +15,10 @@ from quantized_models import Form, draw, quantized, quantized_by_range, run
 import stof
 from stof.attention.quantized.core_form import with_cores
 from stof.attention.quantized.core_search import find_float_cores
+from stof.dequantize.measure import _ErrorMeter
 from stof.errors import ArgumentError, VerifyError
 from stof.options import Options
+from stof.thresholds.cosines import CosineMeter
 
 BERT = "narrow/bert.torchscript.eager"
 EVERYTHING, MATMUL = Form("qdq", "uint8"), Form("operator", "int8", ("MatMul",))
@@ -173,3 +175,33 @@ def test_a_float_model_has_nothing_to_dequantize(tmp_path: Path) -> None:
     assert report.dequantized is not None
     assert not report.dequantized.sites
     assert "--dequantize-attention changes nothing" in report.to_text()
+
+
+def test_padding_counts_in_no_number() -> None:
+    """A difference in a row of padding alone is none, in errors as in cosines; another one counts."""
+    rng = np.random.default_rng(0)
+    exact = rng.standard_normal((2, 3, 4)).astype(np.float32)
+    other = exact.copy()
+    other[1, 2] *= -5
+    feed = {"attention_mask": np.array([[1, 1, 1], [1, 1, 0]])}
+    masked, whole, cosines = _ErrorMeter("model"), _ErrorMeter("model"), CosineMeter(["y"])
+    masked.add(["y"], [exact], [other], feed)
+    whole.add(["y"], [exact], [other], {})
+    cosines.add([exact], [other], feed)
+    assert masked.error("y") == 0
+    assert whole.error("y") == pytest.approx(error(exact, other))
+    assert cosines.means()["y"] == pytest.approx(1.0)
+    with pytest.raises(
+        ArgumentError, match=r"shape \[2, 3, 4\] in the reference and \[1, 3, 4\] in the optimized model"
+    ):
+        _ErrorMeter("optimized model").add(["y"], [exact], [other[:1]], feed)
+
+
+def test_outputs_of_padding_alone_are_not_passed(tmp_path: Path) -> None:
+    """No row of them was compared."""
+    source, target = quantized(BERT, MATMUL, tmp_path)
+    feeds = draw(onnx.load(source), 1, seed=7)
+    for feed in feeds:
+        feed["attention_mask"] = np.zeros_like(feed["attention_mask"])
+    with pytest.raises(ArgumentError, match="has no row that is not padding, so nothing of it can be compared"):
+        stof.optimize(target, tmp_path / "written.onnx", dequantize_attention=True, inputs=feeds, verify=False)

@@ -125,7 +125,7 @@ def test_what_the_operator_refuses_is_a_failed_comparison(tmp_path: Path) -> Non
     next(a for a in node.attribute if a.name == "scale").f = -1.0
     feed, site = draw_codes(model, 1, 5), site_of(model)
     (wanted,) = run(model, feed)
-    compared = compare_rounded_site(site, node, captured(model, site, feed, wanted), wanted)
+    compared = compare_rounded_site(site, [node], captured(model, site, feed, wanted), wanted)
     assert not compared.ok
     assert "scale" in compared.detail
 

@@ -2,12 +2,12 @@
 """A site with roundings to 8 bits beside the nodes that it replaces, both held against fp64 with the same roundings.
 
 Roundings make steps of differences in the last place: a number in the middle between two codes is rounded either way. So fp64
-gives an interval. It is a point, but for rows that hold a number within rounding errors of such a middle.
+gives an interval. Its width is 0 except in rows with a number within rounding error of a tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,16 +57,17 @@ class Interval:
 
 
 def compare_rounded_site(
-    site: AttentionSite, node: onnx.NodeProto, arrays: Mapping[str, np.ndarray], computed: np.ndarray
+    site: AttentionSite, nodes: Sequence[onnx.NodeProto], arrays: Mapping[str, np.ndarray], computed: np.ndarray
 ) -> Comparison:
     """The operator of a site with roundings beside fp64, and beside what the original computed.
 
     Args:
         site: the attention; query, key and value are numbers of codes.
-        node: in its place.
+        nodes: in its place: one, since all rows attend by one mask.
         arrays: the tensors of the site, and the operands of the node.
         computed: the site's output in the original.
     """
+    (node,) = nodes
     what = f"site {site.name!r}"
     try:
         mine = _run(site, node, arrays, computed)

@@ -250,7 +250,7 @@ class AttentionChecks(SiteChecks):
                 n: round_to_site_type(x, site.dtype) if n in {*tensors, site.output} else x for n, x in arrays.items()
             }
             if site.roundings is not None:
-                yield compare_rounded_site(site, nodes[0], arrays, arrays[site.output])
+                yield compare_rounded_site(site, nodes, arrays, arrays[site.output])
                 continue
             second = None if rows is None else rows > 0
             calls = [

@@ -29,9 +29,8 @@ _TILE = (48, 64)  # query rows × keys
 # The FMA rate of matmuls alone, and the softmax of a score in FMAs; in reduced precision weights are rounded as well. They
 # follow from times at D = 16 and 32 on an AMD EPYC of Zen 5, by `python -m bench bf16-attention`.
 _MATMUL_RATE, _SOFTMAX, _ROUNDING = 0.9, 20.0, 7.0
-# By instructions: FMAs in the time of one of fp32, and the multiple that head sizes are padded to. AMX was not timed.
-_IN_PRECISION = {"amx_bf16": (4.0, 32), "avx512_bf16": (2.0, 2)}
-_OTHERS_IN_PRECISION = (2.0, 4)  # NEON's, never timed
+# By instructions: FMAs in the time of one of fp32, and the multiple that head sizes are padded to. Others were not timed.
+_IN_PRECISION = {"avx512_bf16": (2.0, 2)}
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,16 @@ def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
     return GainEstimate(length, density, runtime_time / operator_time)
 
 
-def estimate_precision_gain(head_size: int, kernel: str) -> float:
-    """The time of the operator in fp32 over that in reduced precision, where runs have many queries.
+def estimate_precision_gain(head_size: int, kernel: str) -> float | None:
+    """The time of the operator in fp32 over that in reduced precision, where runs have many queries; None: not timed.
 
     Args:
         head_size: of queries and values.
         kernel: the instructions, as the library names them.
     """
-    rate, multiple = _IN_PRECISION.get(kernel, _OTHERS_IN_PRECISION)
+    if kernel not in _IN_PRECISION:
+        return None
+    rate, multiple = _IN_PRECISION[kernel]
     padded = -(-head_size // multiple) * multiple
     whole = 2.0 * head_size / _MATMUL_RATE + _SOFTMAX
     return whole / ((padded + head_size) / (_MATMUL_RATE * rate) + _SOFTMAX + _ROUNDING)
