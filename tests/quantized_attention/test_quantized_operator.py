@@ -229,7 +229,7 @@ def test_every_instruction_set(tmp_path: Path) -> None:
     )
     found = set()
     for isa in CPU_ISAS:
-        environment = {**os.environ, "STOF_CPU_ISA": isa}
+        environment = {**os.environ, "STOF_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
             [sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
         )
