@@ -28,7 +28,10 @@ double ToBf16(double x) { return emulated_sm90::FromBf16(emulated_sm90::ToBf16(s
 template <int64_t kD, Operands kOperands>
 class Device {
   static constexpr bool kFp8 = kOperands == Operands::kInt8Fp8;
-  using Shape = cuda::sm90::Sm90Shape<kD, 128, 128, 3, 2, 1, 1, cuda::ScoreMod::kNone, true, false, false, kOperands>;
+  // As in cuda/attention/sm90/instantiations/int8_d*.cu.
+  static constexpr int kStages = kD == 64 ? (kFp8 ? 6 : 5) : (kFp8 ? 4 : 3);
+  using Shape =
+      cuda::sm90::Sm90Shape<kD, 128, 128, kStages, 2, 1, 1, cuda::ScoreMod::kNone, true, false, false, kOperands>;
 
  public:
   Device(const Case& c, const Dense& p)
