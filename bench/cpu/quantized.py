@@ -103,7 +103,7 @@ def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFile
 
 
 def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of a run of each file, the median of runs by turns; the first one of each does not count."""
+    """The median milliseconds of each file, of interleaved runs; the first one of each does not count."""
     feed = draw(onnx.load(files.quantized, load_external_data=False), length)
     sessions = {}
     for name, path in files.by_name().items():

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantized attention beside attention in fp32, on the CPU kernels alone: rounds of every row and instruction set in
-// turns, minima of the CPU time of a run on one thread. H 12, D 64, codes int8.
+// Quantized attention beside attention in fp32, on the CPU kernels alone: every row and instruction set in each
+// round, the least CPU time of a call on one thread. H 12, D 64, codes int8.
 //   bench_quantized_attention [ROUNDS]
 #include <algorithm>
 #include <cstdio>

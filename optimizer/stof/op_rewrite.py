@@ -80,6 +80,9 @@ class OpSettings(Protocol):
         """The files that they name, by what they are."""
 
 
+Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the report
+
+
 @dataclass(frozen=True)
 class Job:
     """One optimization, as the steps of every op see it.
@@ -108,7 +111,7 @@ class Job:
     model: onnx.ModelProto
     library: Mapping[str, Any]
     plan: Plan | None
-    step: Callable[[str], AbstractContextManager[None]]
+    step: Measure
     selections: Mapping[str, Selection] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
     sparsity: Sparsity | None = None

@@ -202,13 +202,21 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
 
 
 def _plan_of(report: Report, job: Job, stages: Sequence[Stage]) -> Plan:
-    """The choices of a run."""
+    """What this optimization decided, as a plan."""
     options, masks = job.options, job.run_time_masks
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
     precisions = None if report.attention_precision is None else report.attention_precision.by_plan()
-    plan = Plan(entries, options.tuned_for, options.emission, digest, stated_thresholds(report), clauses)
-    return replace(plan, dequantizes_attention=options.dequantize_attention, attention_precision=precisions)
+    return Plan(
+        entries,
+        options.tuned_for,
+        options.emission,
+        digest,
+        stated_thresholds(report),
+        clauses,
+        options.dequantize_attention,
+        precisions,
+    )
 
 
 def _refuse_changes_of_optimized(options: Options) -> None:

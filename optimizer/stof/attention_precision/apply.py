@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ from stof.attention_precision.layers import check_library, find_precision_rows, 
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
-from stof.op_rewrite import Job
+from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
@@ -26,8 +25,6 @@ from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
-
-Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the report
 
 _MOST_SETS = 4  # whose errors are measured: the longest
 _MOST_DRAWN = 2

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +17,11 @@ from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
 from stof.files import temporary_folder
 from stof.graph.load_save import load
-from stof.op_rewrite import Job
+from stof.op_rewrite import Job, Measure
 from stof.prompt_runs.limits import prompt_limits
 from stof.thresholds.cosines import CosineMeter, rows_of_tokens
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
 from stof.verification.float_distance import DequantizedAttention, OutputDistance
-
-Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the report
 
 
 @dataclass

@@ -13,9 +13,8 @@ import onnx
 
 from stof.arguments.threshold_kinds import ThresholdKind
 from stof.execution.given_inputs import GivenFeed
-from stof.op_rewrite import Job
+from stof.op_rewrite import Job, Measure
 from stof.report import Report
-from stof.run_time_masks.loss import Measure
 from stof.sparsify.pages_clause import PAGES
 from stof.sparsify.spec import SparsitySpec
 from stof.stages import Stage, find_model_inputs

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
 
 from stof.op_parts import HoldsPrompts
-from stof.op_rewrite import Job
+from stof.op_rewrite import Job, Measure
 from stof.prompts.loss import has_logits
 from stof.report import Report
 from stof.stages import Stage, find_model_inputs
-
-Measure = Callable[[str], AbstractContextManager[None]]  # times a step for the report
 
 
 def measure_loss_on_prompts(

@@ -68,17 +68,7 @@ static inline void LoadShared(int (&r)[2], uint32_t address) {
 static inline float LoadSharedFloat(uint32_t address) { return ReadShared<float>(address); }
 static inline float2 LoadSharedFloats(uint32_t address) { return ReadShared<float2>(address); }
 
-static inline void ArriveNamed(int id, int threads) {
-  auto& cta = *test::emulated_sm90::Current();
-  test::emulated_sm90::Rendezvous* own = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(cta.mutex);
-    auto& barrier = cta.named[id];
-    if (barrier == nullptr) barrier = std::make_unique<test::emulated_sm90::Rendezvous>(threads);
-    own = barrier.get();
-  }
-  own->Arrive();
-}
+static inline void ArriveNamed(int id, int threads) { NamedBarrier(id, threads).Arrive(); }
 
 // ---- TMA ----
 static inline void CopyBytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {

@@ -239,17 +239,14 @@ static inline void Wait(uint32_t barrier, uint32_t parity) {
   cta.waiting.wait(lock, [&] { return own.phases > next; });
   ++next;
 }
-static inline void SyncNamed(int id, int threads) {
+static inline test::emulated_sm90::Rendezvous& NamedBarrier(int id, int threads) {
   auto& cta = *test::emulated_sm90::Current();
-  test::emulated_sm90::Rendezvous* own = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(cta.mutex);
-    auto& barrier = cta.named[id];
-    if (barrier == nullptr) barrier = std::make_unique<test::emulated_sm90::Rendezvous>(threads);
-    own = barrier.get();
-  }
-  own->Wait();
+  const std::lock_guard<std::mutex> lock(cta.mutex);
+  auto& barrier = cta.named[id];
+  if (barrier == nullptr) barrier = std::make_unique<test::emulated_sm90::Rendezvous>(threads);
+  return *barrier;
 }
+static inline void SyncNamed(int id, int threads) { NamedBarrier(id, threads).Wait(); }
 
 // Where the swizzle of rows of `span` bytes puts an address: bits 4 to 6 are exchanged by bits 7 to 9, or bits 4 and 5
 // by bits 7 and 8.

@@ -64,7 +64,8 @@ inline Result Attend(const Dense& p) {
   return result;
 }
 
-// Scales are fp32, as what they multiply: halves between two numbers are not rare among 16-bit inputs.
+// Scales are fp32, as what they multiply: 16-bit inputs often lie in the middle between two codes, where rounding is to
+// even.
 inline float ScaleOf(double largest, float most) { return std::max(static_cast<float>(largest) / most, 0x1p-60f); }
 inline float InUnits(double x, float scale) { return static_cast<float>(x) * (1.0f / scale); }
 
