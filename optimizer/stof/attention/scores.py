@@ -27,7 +27,7 @@ from stof.attention.move_paths import (
     trace_axes,
     trace_views,
 )
-from stof.attention.quantized.parameters import match_rounding
+from stof.attention.quantized.parameters import describe_rounding, match_rounding
 from stof.attention.quantized.score_roundings import RoundingError, ScoreRounding
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
@@ -204,7 +204,9 @@ class ScoreWalk:
             return None
         quantize, quantizer = found
         if scores.softcap or scores.floored or scores.spread_factor is not None:
-            raise RoundingError(f"{describe(quantize)} rounds scores that are bounded later, or scaled by head or row")
+            raise RoundingError(
+                f"{describe_rounding(quantize)} rounds scores that are bounded later, or scaled by head or row"
+            )
         rounding = ScoreRounding(quantizer, quantize.input[0], scores.factor, len(scores.terms))
         rounded = scores.with_node(node, "rounded scores").with_node(quantize)
         return self.walk(quantize.input[0], replace(rounded, roundings=(*scores.roundings, rounding)), depth + 1)

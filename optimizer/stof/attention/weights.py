@@ -26,7 +26,7 @@ from stof.attention.move_paths import (
     trace_axes,
 )
 from stof.attention.nan_to_num import find_identity_region
-from stof.attention.quantized.parameters import is_quantize, match_rounding, match_rounding_by_range
+from stof.attention.quantized.parameters import describe_rounding, is_quantize, match_rounding, match_rounding_by_range
 from stof.attention.quantized.score_roundings import RoundingError
 from stof.errors import UnsupportedError
 from stof.graph.index import GraphIndex, describe, is_standard
@@ -146,10 +146,10 @@ class WeightWalk:
             return None
         if path.rounding is not None and path.rounding[1] != found[1]:
             raise RoundingError(
-                f"{describe(users[0])} rounds attention weights that are rounded before, by another scale"
+                f"{describe_rounding(users[0])} rounds attention weights that are rounded before, by another scale"
             )
         if path.pair_guard is not None or path.row_guard is not None or path.zeroed:
-            raise RoundingError(f"{describe(users[0])} rounds attention weights that are masked before")
+            raise RoundingError(f"{describe_rounding(users[0])} rounds attention weights that are masked before")
         return replace(path.to(users[0]).to(readers[0]), rounding=(path.tensor, found[1]))
 
     def nan_guard(self, path: WeightPath, users: list[onnx.NodeProto], scores: ScoreFacts) -> WeightPath | None:

@@ -95,3 +95,4 @@ def test_weights_that_are_rounded_twice_stay(tmp_path: Path) -> None:
     report = stof.optimize(source, tmp_path / "written.onnx", Options(dry_run=True))
     assert [s.replaced for s in report.sites] == [False, False]
     assert all("rounds attention weights that are rounded before, by another scale" in s.reason for s in report.sites)
+    assert not any("stof_" in s.reason for s in report.sites)  # names that the user does not have

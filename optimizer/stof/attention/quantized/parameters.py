@@ -20,6 +20,11 @@ _MOST_DEPTH = 8
 _MOST_MOVES = 24  # as of paths to operands
 
 
+def describe_rounding(node: onnx.NodeProto) -> str:
+    """A QuantizeLinear or DequantizeLinear for people, by its scale: the node may be one of the common form, not of the graph."""
+    return f"{node.op_type} by {node.input[1]!r}"
+
+
 def quantizer_of(node: onnx.NodeProto, first: int) -> Quantizer:
     """What inputs ``first`` and ``first + 1`` of a node say."""
     return Quantizer(input_of(node, first), input_of(node, first + 1))

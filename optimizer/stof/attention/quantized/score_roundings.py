@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from onnx import TensorProto
 
-from stof.attention.quantized.parameters import QuantizedConstants, find_dequantize, quantizer_of
+from stof.attention.quantized.parameters import QuantizedConstants, describe_rounding, find_dequantize, quantizer_of
 from stof.errors import UnsupportedError
-from stof.graph.index import GraphIndex, describe
+from stof.graph.index import GraphIndex
 from stof.mask.roundings import Quantizer, SiteRoundings
 from stof.mask.site import AttentionSite
 from stof.symbolic import Symbolic
@@ -152,7 +152,7 @@ def _find_codes(
             )
         quantizer = quantizer_of(dequantize, 1)
         if not constants.is_per_tensor(quantizer):
-            raise RoundingError(f"{describe(dequantize)} has a scale for each channel, expected one number")
+            raise RoundingError(f"{describe_rounding(dequantize)} has a scale for each channel, expected one number")
         codes.append(dequantize.input[0])
         quantizers.append(quantizer)
     types = [symbolic.dtype(c) for c in codes]
