@@ -199,14 +199,12 @@ class ScoreWalk:
 
     def round(self, node: onnx.NodeProto, scores: Scores, depth: int) -> Scores | None:
         """QuantizeLinear and DequantizeLinear with one scale."""
-        found = match_rounding(self.index, node)
-        if found is None:
+        if (found := match_rounding(self.index, node)) is None:
             return None
         quantize, quantizer = found
         if scores.softcap or scores.floored or scores.spread_factor is not None:
-            raise RoundingError(
-                f"{describe_rounding(quantize)} rounds scores that are bounded later, or scaled by head or row"
-            )
+            what = describe_rounding(quantize)
+            raise RoundingError(f"{what} rounds scores that are bounded later, or scaled by head or row")
         rounding = ScoreRounding(quantizer, quantize.input[0], scores.factor, len(scores.terms))
         rounded = scores.with_node(node, "rounded scores").with_node(quantize)
         return self.walk(quantize.input[0], replace(rounded, roundings=(*scores.roundings, rounding)), depth + 1)
