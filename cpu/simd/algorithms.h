@@ -19,7 +19,9 @@ inline int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit *
 
 template <typename T>
 inline void Fill(T* first, T* last, T value) {
-  for (; first != last; ++first) *first = value;
+  // A count that is not negative: what a compiler cannot see of two pointers, and warns of.
+  const int64_t count = Max(last - first, 0);
+  for (int64_t i = 0; i < count; ++i) first[i] = value;
 }
 // The ranges are apart.
 template <typename T>

@@ -180,7 +180,12 @@ FILE* report = nullptr;
 int reported = 0;
 template <typename... A>
 void Report(const char* format, A... values) {
-  if (report != nullptr) std::fprintf(report, format, values...);
+  if (report == nullptr) return;
+  if constexpr (sizeof...(values) == 0) {
+    std::fputs(format, report);
+  } else {
+    std::fprintf(report, format, values...);
+  }
 }
 
 // Gives blocks one after the other, always from the beginning in the next run.

@@ -43,7 +43,7 @@ std::vector<Case> Sm90Cases() {
 
 // How many cases have dynamic tiles with this kernel for heads of 65 to 128 elements and so many SMs.
 int64_t CountDynamic(const std::vector<Case>& cases, int kernel, int sm_count) {
-  const cuda::KernelEntry& own = ScheduledKernels(128)[kernel];
+  const cuda::KernelEntry own = ScheduledKernels(128)[kernel];
   int64_t count = 0;
   for (size_t i = 0; i < cases.size(); ++i) {
     const Case& c = cases[i];

@@ -338,7 +338,7 @@ TEST(KernelChoiceBoundsWorkspaces) {
     cuda::KernelProblem problem;
     problem.dtype = DType::kF32;
     problem.head_size = static_cast<int>(std::max(shape.D, shape.Dv));
-    const cuda::KernelEntry& kernel = Kernels(cuda::KernelRole::kTiled, problem)[0];
+    const cuda::KernelEntry kernel = Kernels(cuda::KernelRole::kTiled, problem)[0];
     // Keys and values, high and low parts of fp16; a factor a key and one a value tile.
     const int64_t fp32 = tiles * (2 * 2 * 2 * 64 * kernel.head_size + 4 * 64 + 4);
     CHECK(cuda::BoundFp32Workspace(args, mask) == fp32, "head size ", problem.head_size);
