@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The list of CPU instruction sets: names, and which ones this machine has.
+#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <optional>
@@ -35,6 +36,7 @@ TEST(CpuIsasByName) {
   CHECK(!FindCpuIsa("avx", &kept) && !FindCpuIsa("", &kept) && kept == CpuIsa::kAvx2);
   CHECK(std::string(CpuIsaName(CpuIsa::kAvx512)) == "avx512");
   CHECK(IsCpuIsaSupported(CpuIsa::kPortable) && IsCpuIsaSupported(BestCpuIsa()));
+  std::printf("  the best set of this machine: %s\n", CpuIsaName(BestCpuIsa()));
   CountCases(std::size(isas));
 }
 

@@ -39,17 +39,17 @@ for cpu in "${cpus[@]}"; do
     continue
   fi
   echo "== $cpu"
-  # Whether dot products and bf16 are detected shows in the sets that register tests.
-  shown=$(run "$cpu" "CacheAppendInStepsOfAnySize[neon" || true)
+  # Whether dot products and bf16 are detected.
+  shown=$(run "$cpu" CpuIsasByName || true)
   echo "$shown"
-  count=$(sed -n 's/ tests, 0 failed//p' <<<"$shown")
-  expected=2
+  found=$(sed -n 's/.*the best set of this machine: //p' <<<"$shown")
+  expected=neon_dotprod
   case $cpu in
-    cortex-a72) expected=1 ;;
-    max | neoverse-v1) expected=3 ;;
+    cortex-a72) expected=neon ;;
+    max | neoverse-v1) expected=neon_bf16 ;;
   esac
-  if [ "$count" != $expected ]; then
-    echo "$cpu: tests of ${count:-no} sets passed, expected those of $expected" >&2
+  if [ "$found" != $expected ]; then
+    echo "$cpu: the best set is ${found:-not known}, expected $expected" >&2
     exit 1
   fi
   if $is_first; then # all tests, in two processes
