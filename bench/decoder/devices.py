@@ -115,10 +115,10 @@ class CudaDevice(TorchBuffers):
     """
 
     def __init__(self) -> None:
-        from bench.gpu import baselines_ort
+        from bench.gpu.baselines import onnx_runtime
 
         super().__init__()
-        self._ort = baselines_ort
+        self._ort = onnx_runtime
         self._options: dict[int, Any] = {}
 
     def normal(self, dims: Sequence[int], dtype: str, seed: int, scale: float = 1.0) -> Any:

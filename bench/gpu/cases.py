@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The points of the GPU grids: masks (three problems), paper (short and medium, D = 64), long (D = 128), decode (one query),
-cached (one query that is appended to a KV cache), bits (an element mask in every tile), s2 (masks per KV head) and run-time (key
-blocks whose scores stand out).
+cached (one query that is appended to a KV cache), bits (an element mask in every tile), s2 (masks per KV head), run-time (key
+blocks whose scores stand out) and 8-bit (attention that may quantize its operands).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.core.case import AttentionCase, named_mask
 
-GRIDS = ("masks", "paper", "long", "decode", "bits", "cached", "s2", "run-time")
+GRIDS = ("masks", "paper", "long", "decode", "bits", "cached", "s2", "run-time", "8-bit")
 MASKS = (
     "dense", "causal", "window-128", "causal-1024", "longformer-128", "bigbird-23", "s2", "dilated-256",
 )  # fmt: skip
@@ -64,6 +64,14 @@ S2_PREFILLS: tuple[tuple[int, int, int, int, int, str, tuple[str, ...]], ...] = 
 # Of causal prompts, 1 of so many key blocks stands out.
 RUN_TIME_MASKS = ("every-10", "every-4", "every-2")
 RUN_TIME_LENGTHS = (4096, 16384, 32768, 131072)
+# H, G, S, D, masks of a batch of one.
+EIGHT_BIT_SHAPES: tuple[tuple[int, int, int, int, tuple[str, ...]], ...] = (
+    (32, 32, 8192, 128, ("dense", "causal", "causal-1024")),
+    (32, 8, 8192, 128, ("dense", "causal")),
+    (32, 32, 32768, 128, ("dense", "causal", "causal-4096")),
+    (16, 16, 8192, 64, ("dense", "causal")),
+    (16, 16, 32768, 64, ("dense", "causal")),
+)
 
 
 def grid(
@@ -131,6 +139,11 @@ def grid(
                 for kind in named(RUN_TIME_MASKS):
                     expression, tables = named_mask(kind, length)
                     yield AttentionCase(name, kind, expression, 1, 32, 8, length, length, 128, "bfloat16", tables)
+        case "8-bit":
+            for H, G, length, D, listed in EIGHT_BIT_SHAPES:
+                for kind in named(listed) if kept([length], lengths) else []:
+                    expression, tables = named_mask(kind, length)
+                    yield AttentionCase(name, kind, expression, 1, H, G, length, length, D, "bfloat16", tables)
         case "bits":
             for B, H, S, D in BITS_SHAPES:
                 for kind in named(("bits",)) if kept([S], lengths) else []:

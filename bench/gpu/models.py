@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from bench.core.candidate import require
-from bench.gpu.baselines_ort import session, unsynchronized_run_options
+from bench.gpu.baselines.onnx_runtime import session, unsynchronized_run_options
 from bench.gpu.device_lock import DeviceLock
 from bench.gpu.timing import CapturedLaunches, interleave_launches
 from bench.gpu.trace import NodeRun, trace

@@ -23,6 +23,7 @@ LONG_ROWS = 8192  # queries from which on full tiles are compared with dense ker
 TILE = 128  # rows and columns of a tile in densities and rooflines, whatever a kernel's tiles are
 # Of the largest value: the softmax weights are rounded to half precision before the second matmul.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
+_EIGHT_BIT_TOLERANCE = 0.1  # of the root mean square: with operands of 8 bits single elements say little
 _PAST_L2 = 128 << 20  # bytes of inputs that do not stay in the L2 cache
 _MOST_BYTES = 8 << 30
 _MOST_SETS = 100
@@ -44,6 +45,8 @@ class GpuProblem(AttentionProblem):
         self.device = device
         self.dtype = getattr(self.torch, case.dtype)
         self.tolerance = TOLERANCE.get(case.dtype, 0.0)
+        if case.grid == "8-bit":
+            self.tolerance, self.relative_to = _EIGHT_BIT_TOLERANCE, "the root mean square"
         self._seed = seed
         self._layouts: dict[str, list[tuple[Any, Any, Any]]] = {}
         self.count = 1
@@ -233,9 +236,14 @@ class GpuProblem(AttentionProblem):
         return b, h, r, torch.softmax(scores, -1) @ v[b, g].double()
 
     def error(self, output: Any) -> float:
-        """The largest difference of set 0's output [B, H, S, D] from fp64, relative to the largest value there."""
+        """The largest difference of set 0's output [B, H, S, D] from fp64, relative to the largest value there.
+
+        In the grid 8-bit: the root mean square of the differences over that of fp64.
+        """
         b, h, r, expected = self._reference
         found = output[b[:, None], h[:, None], r[None]].double()
+        if self.case.grid == "8-bit":
+            return float((found - expected).norm() / expected.norm())
         return float((found - expected).abs().max() / expected.abs().max())
 
     def check_mask(self) -> None:

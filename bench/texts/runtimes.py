@@ -14,7 +14,7 @@ from onnx import TensorProto
 from bench.core.candidate import Unavailable, require
 from bench.core.point import describe_failure
 from bench.core.torch_buffers import TorchBuffers
-from bench.gpu import baselines_ort
+from bench.gpu.baselines import onnx_runtime
 from stof.bench.sessions import session
 
 Feeds = Mapping[str, np.ndarray]
@@ -122,7 +122,7 @@ class CudaRuntime(TorchBuffers):
     def open(self, engine: str, path: Path, batches: Sequence[Feeds]) -> RunBatch:
         """Loads a model whose inputs and outputs are arrays, for what is not timed; fp32 stays fp32."""
         del batches
-        loaded = baselines_ort.session(str(path), self.stream, stof=engine == STOF, fallback=True, use_tf32="0")
+        loaded = onnx_runtime.session(str(path), self.stream, stof=engine == STOF, fallback=True, use_tf32="0")
 
         def run(feeds: Feeds) -> np.ndarray:
             found: np.ndarray = loaded.run(None, dict(feeds))[0]
@@ -134,12 +134,12 @@ class CudaRuntime(TorchBuffers):
         target.copy_(source, non_blocking=True)
 
     def session(self, path: Path, *, stof: bool, sizes: Mapping[str, int] | None = None, captures: bool = False) -> Any:
-        return baselines_ort.session(
+        return onnx_runtime.session(
             str(path), self.stream, stof=stof, fallback=True, sizes=sizes, enable_cuda_graph=str(int(captures))
         )
 
     def run(self, session: Any, binding: Any) -> None:
-        self._options = self._options or baselines_ort.unsynchronized_run_options()
+        self._options = self._options or onnx_runtime.unsynchronized_run_options()
         session.run_with_iobinding(binding, self._options)
 
     def wait(self) -> None:

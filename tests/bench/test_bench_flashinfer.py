@@ -13,7 +13,7 @@ import pytest
 
 from bench.core.candidate import Unavailable
 from bench.gpu import cases
-from bench.gpu.baselines_flashinfer import PAGE, flashinfer_decode
+from bench.gpu.baselines.flashinfer_decode import PAGE, flashinfer_decode
 from bench.gpu.candidates import find
 from bench.gpu.problem import GpuProblem
 

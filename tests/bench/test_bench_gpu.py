@@ -29,7 +29,7 @@ from stof.runtime.library import LibraryError, Mask, build_info
 
 torch = pytest.importorskip("torch")
 
-from bench.gpu import baselines_jit, baselines_sparse, baselines_torch  # noqa: E402
+from bench.gpu.baselines import jit_kernels, sparse_masks, torch_sdpa  # noqa: E402
 from bench.gpu.device_runner import DeviceRunner  # noqa: E402
 from bench.gpu.problem import GpuProblem  # noqa: E402
 
@@ -122,7 +122,7 @@ def test_masks(case: AttentionCase) -> None:
 def test_blocks_of_flex(case: AttentionCase) -> None:
     module = pytest.importorskip("torch.nn.attention.flex_attention")
     problem = GpuProblem(case, device="cpu")
-    block = baselines_torch.block_mask(problem, module)
+    block = torch_sdpa.block_mask(problem, module)
     tiles = numpy_mask(case).reshape(case.H, case.S // 128, 128, case.T // 128, 128)
     kept = np.broadcast_to(block.to_dense().numpy()[0] != 0, tiles.shape[:2] + (case.T // 128,))
     assert np.array_equal(kept, tiles.any((2, 4)))
@@ -411,11 +411,11 @@ def test_intervals(case: AttentionCase) -> None:
     problem = GpuProblem(case, device="cpu")
     expected = numpy_mask(case)
     edges = np.diff(np.pad(expected, ((0, 0), (0, 0), (1, 1))).astype(np.int8), axis=2) > 0
-    if edges.sum(2).max() > baselines_jit._MOST_INTERVALS:
+    if edges.sum(2).max() > jit_kernels._MOST_INTERVALS:
         with pytest.raises(Unavailable, match="intervals"):
-            baselines_jit.intervals(problem)
+            jit_kernels.intervals(problem)
         return
-    ends = baselines_jit.intervals(problem).numpy()
+    ends = jit_kernels.intervals(problem).numpy()
     heads, count, rows = ends.shape
     assert (heads, rows) == (case.H if problem.by_head else 1, 2 * case.S)
     assert count % 2 == 1
@@ -453,15 +453,15 @@ def test_layouts_of_sparse_attention() -> None:
     """Blocks of 64 that reproduce the mask below the diagonal; other masks are refused."""
     case = next(c for c in CASES if c.grid == "s2" and c.name == "s2-4" and c.S == 1)
     problem = GpuProblem(case, device="cpu")
-    found = baselines_sparse.layouts(problem)
+    found = sparse_masks.layouts(problem)
     i, j = np.indices((case.T // 64, case.T // 64))
     for h in range(case.H):
         expected = (i >= j) & ((i - j < 8) | ((j + h // (case.H // case.G)) % 4 == 0))
         assert np.array_equal(found[h], expected)
-    rows, columns = baselines_sparse._csr(found)
+    rows, columns = sparse_masks._csr(found)
     assert [columns[1, rows[1, r] : rows[1, r + 1]].tolist() for r in range(3)] == [[0], [0, 1], [0, 1, 2]]
     with pytest.raises(Unavailable, match="whole blocks"):
-        baselines_sparse.layouts(GpuProblem(dataclasses.replace(case, mask="k <= q and q - k < 100"), device="cpu"))
+        sparse_masks.layouts(GpuProblem(dataclasses.replace(case, mask="k <= q and q - k < 100"), device="cpu"))
 
 
 def test_dense_in_place_of_a_mask() -> None:
@@ -474,7 +474,7 @@ def test_dense_in_place_of_a_mask() -> None:
         seen.append(plain)
         return DeviceRunner(lambda i: None, lambda: None)
 
-    runner = baselines_sparse.dense(build)(problem, None)
+    runner = sparse_masks.dense(build)(problem, None)
     plain = seen[0]
     assert plain.case.mask == "k <= q"
     assert plain.sets()[0][0] is problem.sets()[0][0]

@@ -11,7 +11,7 @@ import numpy as np
 from onnx import helper
 
 from bench.core.candidate import Unavailable
-from bench.gpu.baselines_ort import MICROSOFT, Graph, graph_runner
+from bench.gpu.baselines.onnx_runtime import MICROSOFT, Graph, graph_runner
 from bench.gpu.cached import new_rows
 from bench.gpu.device_runner import DeviceRunner
 from bench.gpu.problem import GpuProblem

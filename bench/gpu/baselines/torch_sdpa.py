@@ -19,6 +19,18 @@ _LONGEST_MATH = 512
 _MOST_COPIED = 8 << 30  # bytes of inputs that are held in a second layout
 
 
+def need_plain(problem: GpuProblem) -> bool:
+    """Whether a case is causal; refuses one that is neither dense nor causal.
+
+    Raises:
+        Unavailable: with the masks that are taken.
+    """
+    causal = window(problem.case) == (-1, 0) and problem.case.P == 0
+    if problem.case.mask and not causal:
+        raise Unavailable("takes no mask but the causal one")
+    return causal
+
+
 def cudnn(problem: GpuProblem, stream: Any) -> DeviceRunner:
     """cuDNN: causal by its own flag, other masks as a bias."""
     case = problem.case

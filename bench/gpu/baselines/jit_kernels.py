@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from bench.core.candidate import Unavailable, require
-from bench.gpu.baselines_torch import block_mask
+from bench.gpu.baselines.torch_sdpa import block_mask
 from bench.gpu.device_runner import DeviceRunner, runner_of, window
 from bench.gpu.problem import TILE, GpuProblem
 
