@@ -180,12 +180,7 @@ FILE* report = nullptr;
 int reported = 0;
 template <typename... A>
 void Report(const char* format, A... values) {
-  if (report == nullptr) return;
-  if constexpr (sizeof...(values) == 0) {
-    std::fputs(format, report);
-  } else {
-    std::fprintf(report, format, values...);
-  }
+  if (report != nullptr) std::fprintf(report, format, values...);
 }
 
 // Gives blocks one after the other, always from the beginning in the next run.
@@ -272,7 +267,7 @@ void MeasureDecodeKinds(const Row& row, const std::vector<stof::AttentionArgs>& 
   constexpr const char* kKinds[] = {"splits", "clusters"};
   constexpr const char* kKernels[] = {"decode-splitkv", "decode-cluster"};
   double best = chosen;
-  Report(R"(, "kinds": {)");
+  Report("%s", R"(, "kinds": {)");
   for (int kind = 0; kind < 2; ++kind) {
     const double us = Time(row, sets, calls, mask, sizes, space, kKernels[kind]);
     best = std::min(best, us);
@@ -304,7 +299,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   stof::cuda::KernelTable kernels;
   stof::cuda::FindFamily(stof::cuda::KernelRole::kScheduled, asked, &kernels);
   double best = chosen;
-  Report(R"(, "kernels": [)");
+  Report("%s", R"(, "kernels": [)");
   int at = 0;
   for (const stof::cuda::KernelEntry& kernel : kernels) {
     int64_t model = 0;
