@@ -275,7 +275,7 @@ void MeasureDecodeKinds(const Row& row, const std::vector<stof::AttentionArgs>& 
     Report(R"(%s"%s": %.2f)", kind == 0 ? "" : ", ", kKinds[kind], us);
   }
   std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
-  Report("}");
+  Report("%s", "}");
 }
 
 // Every kernel's time beside the model's, and the regret of the choice, which took `chosen`.
@@ -313,7 +313,7 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
     ++at;
   }
   std::printf("    regret %.1f %%\n", 100.0 * (chosen / best - 1.0));
-  Report("]");
+  Report("%s", "]");
 }
 
 // Longer than 80 lines: one row from its inputs to its record, and every step reads the inputs.
@@ -418,7 +418,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   }
   if (all && decode) MeasureDecodeKinds(row, sets, calls, *mask, sizes, &space, us);
   if (all && dtype != stof::DType::kF32 && !decode) MeasureAll(row, args, *mask, sizes, &space, us);
-  Report("}");
+  Report("%s", "}");
   ++reported;
   std::fflush(stdout);
   for (const void* memory : {args.query.data, args.key.data, args.value.data,
@@ -490,11 +490,11 @@ int main(int argc, char** argv) {
                           : extras ? std::end(kExtraRows)
                           : few    ? std::end(kFewRows)
                                    : std::end(kRows);
-  Report("[");
+  Report("%s", "[");
   for (const Row* row = first; row != last; ++row) {
     if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, tf32, all);
   }
-  Report("]\n");
+  Report("%s\n", "]");
   if (report != nullptr) std::fclose(report);
   return 0;
 }
