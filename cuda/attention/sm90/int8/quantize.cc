@@ -30,8 +30,6 @@ Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_describe
   Int8Params int8;
   int8.attention = p;
   int8.tiles = static_cast<int32_t>(CeilDiv(shape.T, int64_t{kInt8TileKeys}));
-  int8.parts = KeySumParts(shape.T);
-  int8.key_ctas = p.B * p.G * int8.tiles;
   const auto floats = [memory](int64_t at) { return reinterpret_cast<float*>(memory + at); };
   int8.query = reinterpret_cast<int8_t*>(memory + layout.query);
   int8.key = reinterpret_cast<int8_t*>(memory + layout.key);
@@ -39,7 +37,7 @@ Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_describe
   int8.query_scales = floats(layout.query_scales);
   if (p.sink != nullptr || p.lse != nullptr) int8.query_shifts = floats(layout.query_shifts);
   int8.tile_scales = floats(layout.tile_scales);
-  int8.key_sums = floats(layout.key_sums);
+  int8.key_means = floats(layout.key_means);
   *is_described = MakeInt8TensorMaps(job->is_bf16(), int8, params);
   if (!*is_described) return Status();
   params->query_scales = int8.query_scales;
