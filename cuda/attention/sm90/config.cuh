@@ -111,6 +111,11 @@ struct Sm90Shape {
   static constexpr bool kDirect = false;
   static constexpr int kFlushTiles = 0;
 #endif
+#if defined(STOF_NO_PING_PONG)
+  static constexpr bool kTakesTurns = !kInt8;
+#else
+  static constexpr bool kTakesTurns = true;
+#endif
   static constexpr bool kFlushes = kDirect && kFlushTiles > 0;
   // The row max lies 2^kHeadroom below the largest score that it was set by, and is raised where a weight would exceed
   // kMostWeight = 2^kSlack. fp16 holds 2^14 with a factor of nearly four to spare, e4m3 at most 448.
@@ -181,7 +186,11 @@ struct Sm90Shape {
   static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 -
                                          (kFp8 ? kN / 8 + (kDirect ? 0 : kPartOutputs) : kN / 4) - (kFullBias ? 40 : 0) -
                                          (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
+#if defined(STOF_EAGER)
+  static constexpr int kEagerSums = kInt8 ? STOF_EAGER : kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
+#else
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
+#endif
   static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);
 };
 

@@ -227,10 +227,10 @@ class Sm90Attention {
             S::kSplitsRows || S::kHalfTiles ? Uniform(info.subtile) : -1};
   }
   __device__ __forceinline__ void PingPongWait() const {
-    if constexpr (S::kConsumers > 1) SyncNamed(1 + pipeline_ * S::kConsumers + wg_, 2 * kWarpgroup);
+    if constexpr (S::kConsumers > 1 && S::kTakesTurns) SyncNamed(1 + pipeline_ * S::kConsumers + wg_, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void PingPongSignal() const {
-    if constexpr (S::kConsumers > 1) {
+    if constexpr (S::kConsumers > 1 && S::kTakesTurns) {
       ArriveNamed(1 + pipeline_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
     }
   }
@@ -411,6 +411,7 @@ class Sm90Attention {
                                                       Ring<S::kStages>* values, Ring<S::kSlots>* slots);
   __device__ __forceinline__ TileScales ReadTileScales(int stage, const float (&query_scale)[2]) const;
   static __device__ __forceinline__ void ClearScores(float (&s)[kScores]);
+  static __device__ __forceinline__ void ClearWeights(float (&s)[kScores]);
   __device__ __forceinline__ void Int8Scores(int query, int stage, float (&s)[kScores]) const;
   static __device__ __forceinline__ void Dequantize(const TileScales& scales, const float (&base)[2],
                                                     float (&s)[kScores]);

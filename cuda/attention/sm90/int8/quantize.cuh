@@ -345,7 +345,7 @@ class Quantizer {
 };
 
 #if !defined(STOF_QUANTIZE_CTAS)
-#define STOF_QUANTIZE_CTAS 4
+#define STOF_QUANTIZE_CTAS 3
 #endif
 
 // One of the two kernels: a CTA has a head's mean, a KV tile of values or of keys, or kQueriesOfCta queries.

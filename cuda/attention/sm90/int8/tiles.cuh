@@ -76,18 +76,16 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
   RowSoftmax::template RaiseMax<true>(1.0f, none, s, &eager, row_max, factor, sum);
   FinishInt8Weights(scales, &eager, s, sum);
   PackInt8Weights(s, weights);
+#if defined(STOF_CLEAR_EARLY)
+  ClearWeights(s);
+#endif
   int unflushed = 0;
   bool flushed = false;
   float since_flush[2] = {1.0f, 1.0f};
   while (!last) {
     slots->Next();
-#if defined(STOF_CLEAR_EARLY)
-    ClearScores(s);
-#endif
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
-#if !defined(STOF_NO_PING_PONG)
     PingPongWait();
-#endif
     PinRegisters(o);
     PinRegisters(weights);
 #if !defined(STOF_CLEAR_EARLY)
@@ -95,7 +93,7 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
 #endif
     Int8Scores(query, keys->at, s);
     WgmmaCommit();
-#if defined(STOF_SIGNAL_EARLY) && !defined(STOF_NO_PING_PONG)
+#if defined(STOF_SIGNAL_EARLY)
     PingPongSignal();
 #endif
     Wait(Barrier(kValueFull, values->at), values->phase);
@@ -108,7 +106,7 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
       AddValues(values->at, weights, o);
     }
     WgmmaCommit();
-#if !defined(STOF_SIGNAL_EARLY) && !defined(STOF_NO_PING_PONG)
+#if !defined(STOF_SIGNAL_EARLY)
     PingPongSignal();
 #endif
     // Of the values in flight, and for what is added to the outputs last.
@@ -164,6 +162,9 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
     PinRegisters(weights);
     FinishInt8Weights(scales, &eager, s, sum);
     PackInt8Weights(s, weights);
+#if defined(STOF_CLEAR_EARLY)
+    ClearWeights(s);
+#endif
     if constexpr (S::kFlushes) {
       if (++unflushed == S::kFlushTiles) {
         FlushOutputs(!flushed, true, since_flush, o);
@@ -225,6 +226,15 @@ template <typename S, typename T>
 __device__ __forceinline__ void Sm90Attention<S, T>::ClearScores(float (&s)[kScores]) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) s[i] = kInt8ZeroFloat;
+  PinRegisters(s);
+}
+
+// Weights to kInt8ZeroFloat. As moves of a constant, ptxas (13.0) would put them behind the wait for the turn of
+// ping-pong scheduling, when the tensor cores have nothing to do.
+template <typename S, typename T>
+__device__ __forceinline__ void Sm90Attention<S, T>::ClearWeights(float (&s)[kScores]) {
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) s[i] = s[i] * 0.0f + kInt8ZeroFloat;
   PinRegisters(s);
 }
 
