@@ -7,7 +7,8 @@
 //   tf32    fp32 tensors, products as by allow_tf32
 //   int8    8-bit operands where there are kernels with them (attribute precision); quantization counts
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
-//   and softcap; few  masks with few keys a query, whose tiles are hardly filled; long  rows for int8 and int8_fp8, up to 32768 keys
+//   and softcap; few  masks with few keys a query, whose tiles are hardly filled; long  rows for int8 and int8_fp8, up
+//   to 32768 keys
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
 //           thinks of each and how much slower its choice is than the best
 //   --zeros and --seconds 0.5 repeat better than bursts: inputs of zeros leave the clock alone, and who runs so long
@@ -25,6 +26,7 @@
 
 #include "cuda/attention/families.h"
 #include "cuda/attention/select.h"
+#include "cuda/bench/attention_rows.h"
 #include "cuda/bench/bench_graph.h"
 #include "cuda/bench/bench_quantization.h"
 #include "cuda/common/device_properties.h"
@@ -33,125 +35,7 @@
 
 namespace {
 
-struct Row {
-  const char* name;
-  const char* mask;
-  int64_t B, H, S, D;
-  int64_t T = 0, G = 0;  // 0: as S and H
-  int launches = 1;      // in one graph; the time is divided by them
-  // A bias of every pair, of fp16 or fp32, of each head or of all; of distances up to 128 or any; softcap.
-  enum Extra { kNone, kPairs, kSharedPairs, kWidePairs, kNear, kDistances, kSoftcap } extra = kNone;
-};
-
-constexpr const char* kScattered12 =
-    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) "
-    "% 1009 % 100 < 12";
-constexpr const char* kScattered22 =
-    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) "
-    "% 1009 % 100 < 22";
-
-constexpr Row kRows[] = {
-    {"dense", "", 1, 16, 4096, 64},
-    {"causal", "k <= q", 1, 16, 4096, 64},
-    {"window-128", "abs(q - k) <= 128", 1, 16, 4096, 64},
-    {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 16, 4096, 64},
-    {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 16, 4096, 64},
-    {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 16, 4096, 64},
-    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 64},
-    {"dense", "", 16, 12, 512, 64},
-    {"window-128", "abs(q - k) <= 128", 16, 12, 512, 64},
-    {"dense", "", 1, 32, 8192, 128},
-    {"bits", "(q - k) % 5 != 0", 1, 32, 8192, 128},
-    {"causal", "k <= q", 1, 32, 8192, 128},
-    {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
-    {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
-    {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 32, 8192, 128},
-    {"causal-1024", "k <= q and q - k < 1024", 1, 32, 8192, 128},
-    {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 32, 8192, 128},
-    // Full tiles alone, scattered: 7 and 13 in 61.
-    {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128},
-    {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128, 0, 8},
-    {"blocks-21", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 13", 1, 32, 8192, 128},
-    // And in rows of different lengths.
-    {"blocks-12", kScattered12, 1, 32, 8192, 128},
-    {"blocks-22", kScattered22, 1, 32, 8192, 128},
-    {"blocks-12", kScattered12, 1, 16, 8192, 64},
-    {"blocks-22", kScattered22, 1, 16, 8192, 64},
-    {"causal", "k <= q", 16, 12, 128, 64},
-    {"causal", "k <= q", 16, 12, 256, 64},
-    {"dense", "", 1, 12, 128, 64, 0, 0, 100},
-    {"causal", "k <= q", 1, 12, 128, 64, 0, 0, 100},
-    {"dense", "", 1, 12, 512, 64, 0, 0, 100},
-    {"causal", "k <= q", 1, 12, 512, 64, 0, 0, 100},
-    {"dense", "", 1, 12, 1024, 64, 0, 0, 100},
-    {"causal", "k <= q", 1, 12, 1024, 64, 0, 0, 100},
-};
-
-constexpr Row kWideRows[] = {
-    {"dense", "", 1, 16, 4096, 160},
-    {"causal", "k <= q", 1, 16, 4096, 160},
-    {"dense", "", 1, 16, 4096, 192},
-    {"causal", "k <= q", 1, 16, 4096, 192},
-    {"dense", "", 1, 16, 4096, 256},
-    {"causal", "k <= q", 1, 16, 4096, 256},
-    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 256},
-};
-
-constexpr Row kExtraRows[] = {
-    {"near", "", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
-    {"distances", "", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
-    {"pairs", "", 1, 16, 4096, 64, 0, 0, 1, Row::kPairs},
-    {"shared", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSharedPairs},
-    {"wide", "", 1, 16, 4096, 64, 0, 0, 1, Row::kWidePairs},
-    {"softcap", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSoftcap},
-    {"distances", "k <= q", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
-    {"near", "abs(q - k) <= 128", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
-    {"near", "", 16, 12, 512, 64, 0, 0, 1, Row::kNear},
-    {"near", "", 1, 12, 512, 64, 0, 0, 100, Row::kNear},
-    {"near", "", 1, 32, 4096, 128, 0, 0, 1, Row::kNear},
-    {"distances", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kDistances},
-    {"pairs", "", 1, 32, 4096, 128, 0, 0, 1, Row::kPairs},
-    {"softcap", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kSoftcap},
-};
-
-constexpr Row kFewRows[] = {
-    {"every-16", "(q - k) % 16 == 0", 1, 16, 4096, 64},    {"every-32", "(q - k) % 32 == 0", 1, 16, 4096, 64},
-    {"every-64", "(q - k) % 64 == 0", 1, 16, 4096, 64},    {"every-128", "(q - k) % 128 == 0", 1, 16, 4096, 64},
-    {"every-256", "(q - k) % 256 == 0", 1, 16, 4096, 64},  {"every-512", "(q - k) % 512 == 0", 1, 16, 4096, 64},
-    {"window-4", "abs(q - k) <= 4", 1, 16, 4096, 64},      {"every-16", "(q - k) % 16 == 0", 1, 32, 8192, 128},
-    {"every-32", "(q - k) % 32 == 0", 1, 32, 8192, 128},   {"every-64", "(q - k) % 64 == 0", 1, 32, 8192, 128},
-    {"every-128", "(q - k) % 128 == 0", 1, 32, 8192, 128}, {"every-256", "(q - k) % 256 == 0", 1, 32, 8192, 128},
-    {"every-512", "(q - k) % 512 == 0", 1, 32, 8192, 128}, {"window-4", "abs(q - k) <= 4", 1, 32, 8192, 128},
-};
-
-constexpr Row kLongRows[] = {
-    {"dense", "", 1, 32, 8192, 128},
-    {"causal", "k <= q", 1, 32, 8192, 128},
-    {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
-    {"causal", "k <= q", 1, 32, 32768, 128},
-    {"window-4096", "k <= q and q - k < 4096", 1, 32, 32768, 128},
-    {"dense", "", 1, 16, 4096, 64},
-    {"dense", "", 1, 16, 8192, 64},
-};
-
-// One new token against a cache; the query is the last of T positions.
-constexpr const char* kWindow = "k <= q and q - k < 1024";
-constexpr const char* kStride = "k <= q and (q - k < 512 or (k // 64 + h) % 8 == 0)";
-constexpr Row kDecodeRows[] = {
-    {"dense", "", 1, 32, 1, 128, 1 << 10, 8},       {"dense", "", 1, 32, 1, 128, 1 << 11, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 12, 8},       {"dense", "", 1, 32, 1, 128, 1 << 13, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 14, 8},       {"dense", "", 1, 32, 1, 128, 1 << 15, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 16, 8},       {"dense", "", 1, 32, 1, 128, 1 << 17, 8},
-    {"window", kWindow, 1, 32, 1, 128, 1 << 13, 8}, {"window", kWindow, 1, 32, 1, 128, 1 << 17, 8},
-    {"stride", kStride, 1, 32, 1, 128, 1 << 13, 8}, {"stride", kStride, 1, 32, 1, 128, 1 << 15, 8},
-    {"stride", kStride, 1, 32, 1, 128, 1 << 17, 8}, {"dense", "", 1, 16, 1, 64, 1 << 10, 16},
-    {"dense", "", 1, 16, 1, 64, 1 << 13, 16},       {"dense", "", 1, 16, 1, 64, 1 << 15, 16},
-    {"dense", "", 1, 16, 1, 64, 1 << 17, 16},       {"window", kWindow, 1, 16, 1, 64, 1 << 13, 16},
-    {"window", kWindow, 1, 16, 1, 64, 1 << 17, 16}, {"stride", kStride, 1, 16, 1, 64, 1 << 15, 16},
-    {"stride", kStride, 1, 16, 1, 64, 1 << 17, 16},
-};
-
-// Bytes of the sets of inputs of such a query, and calls in a graph.
+// Bytes of the sets of inputs of a query that decodes, and calls in a graph.
 constexpr int64_t kCold = int64_t{128} << 20, kCalls = 100;
 constexpr size_t kMostSets = 32;
 
@@ -441,8 +325,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   }
   ExitUnlessOk(status, row);
   Workspace space;
-  space.size =
-      static_cast<size_t>(8 * count + std::min(1024 * query_count, int64_t{16} << 30)) + (size_t{16} << 20);
+  space.size = static_cast<size_t>(8 * count + std::min(1024 * query_count, int64_t{16} << 30)) + (size_t{16} << 20);
   CHECK_CUDA(cudaMalloc(&space.memory, space.size));
   std::vector<stof::AttentionArgs> sets(1, args);
   int calls = row.launches;

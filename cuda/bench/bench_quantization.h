@@ -21,8 +21,8 @@ inline double TimeQuantization(const stof::AttentionArgs& args, cudaStream_t str
   p.scale = args.scores.scale;
   const stof::cuda::Int8Params params = stof::cuda::DescribeOperands(p, shape, fp8, memory);
   return TimeGraph(stream, 1, [&] {
-    CHECK_CUDA(static_cast<cudaError_t>(
-        stof::cuda::QueueQuantization(params, shape.dtype == stof::DType::kBF16, stream)));
+    CHECK_CUDA(
+        static_cast<cudaError_t>(stof::cuda::QueueQuantization(params, shape.dtype == stof::DType::kBF16, stream)));
   });
 }
 

@@ -102,8 +102,8 @@ struct Sm90Shape {
   static_assert(!kFp8 || kN == 128, "the keys of a tile are one swizzled row of transposed values");
   // Outputs that a thread accumulates in fp8 products before they are added in fp32, and how many times that takes.
   static constexpr int kPartOutputs = 32, kParts = kHead / 2 / kPartOutputs;
-  // Whether fp8 wgmma accumulates in the outputs, which are added up in fp32 in shared memory every kFlushTiles tiles; 0:
-  // never. Scales of values are then part of the logarithms of the weights.
+  // Whether fp8 wgmma accumulates in the outputs, which are added up in fp32 in shared memory every kFlushTiles tiles;
+  // 0: never. Scales of values are then part of the logarithms of the weights.
 #if defined(STOF_FP8_FLUSH)
   static constexpr bool kDirect = kFp8;
   static constexpr int kFlushTiles = STOF_FP8_FLUSH;
@@ -147,7 +147,9 @@ struct Sm90Shape {
                                      8 * (4 * kStages + 2 * kQueryStages) + 8 + (kDynamic ? 40 : 0) +
                                      (kInt8 ? kStages * kScaleBytes : 0);
   static constexpr int kSumBytes = kFlushes ? 4 * kM * kHead : 0;
-  static constexpr int PipelineBytes(int output) { return (kSumBytes + kOutput + output + kSmallBytes + 1023) / 1024 * 1024; }
+  static constexpr int PipelineBytes(int output) {
+    return (kSumBytes + kOutput + output + kSmallBytes + 1023) / 1024 * 1024;
+  }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
   // The output is staged in a buffer of its own where there is room, else in place of the queries.
   static constexpr bool kSeparateOutput =
@@ -184,10 +186,13 @@ struct Sm90Shape {
   // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
   // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
   static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 -
-                                         (kFp8 ? kN / 8 + (kDirect ? 0 : kPartOutputs) : kN / 4) - (kFullBias ? 40 : 0) -
-                                         (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
+                                         (kFp8 ? kN / 8 + (kDirect ? 0 : kPartOutputs) : kN / 4) -
+                                         (kFullBias ? 40 : 0) - (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
 #if defined(STOF_EAGER)
-  static constexpr int kEagerSums = kInt8 ? STOF_EAGER : kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
+  static constexpr int kEagerSums = kInt8                              ? STOF_EAGER
+                                    : kSpareRegisters >= 64 && kN > 64 ? 16
+                                    : kSpareRegisters >= 48            ? 8
+                                                                       : 0;
 #else
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
 #endif

@@ -124,7 +124,8 @@ inline Quantized Quantize(const Dense& p, bool fp8) {
 // Attention with quantized operands. orders[row]: the KV tiles of a query of [B, H, S] in the kernel's order. round:
 // weights to the type of the products.
 template <typename Round>
-Result AttendQuantized(const Dense& p, bool fp8, bool direct, const std::vector<std::vector<int32_t>>& orders, const Round& round) {
+Result AttendQuantized(const Dense& p, bool fp8, bool direct, const std::vector<std::vector<int32_t>>& orders,
+                       const Round& round) {
   const double headroom = fp8 ? 7 : 0, slack = fp8 ? 8.75 : 14;
   const Quantized q = Quantize(p, fp8);
   Result result;

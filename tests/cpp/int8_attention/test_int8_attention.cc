@@ -208,7 +208,8 @@ void CheckCase(const Case& c, uint64_t seed) {
   Device<kD, kOperands> device(c, p);
   device.Run();
   const Result found = device.result();
-  const Result wanted = AttendQuantized(p, kFp8, Device<kD, kOperands>::kDirect, device.Orders(), kFp8 ? RoundToFloat8 : ToBf16);
+  const Result wanted =
+      AttendQuantized(p, kFp8, Device<kD, kOperands>::kDirect, device.Orders(), kFp8 ? RoundToFloat8 : ToBf16);
   const Result exact = Attend(p);
   // Beside the rounding of bf16 outputs, a number may fall to the other side of a rounding here and there.
   const double own = RelativeRms(found.output, wanted.output), whole = RelativeRms(found.output, exact.output);

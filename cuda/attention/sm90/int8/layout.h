@@ -16,8 +16,8 @@ namespace cuda {
 
 constexpr int kInt8TileKeys = 128;  // keys of a KV tile of every kernel with 8-bit operands
 
-// Scales of a KV tile: of its key groups, then of its values, a power of two, its inverse and its logarithm; padded for a
-// bulk copy.
+// Scales of a KV tile: of its key groups, then of its values, a power of two, its inverse and its logarithm; padded for
+// a bulk copy.
 constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kValueInverse = 9, kValueLog = 10, kTileScales = 12;
 
 // The group of a key of a tile: a thread of the sm_90a kernels has the scores of two keys in every eight, and so meets

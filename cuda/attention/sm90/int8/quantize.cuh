@@ -15,7 +15,7 @@ namespace cuda {
 namespace int8 {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 8;       // of a thread, 16 bytes of the inputs
+constexpr int kColumns = 8;  // of a thread, 16 bytes of the inputs
 constexpr int kQueriesOfCta = 64;
 constexpr int kMeanKeys = 1024;  // of a head's keys at most so many are summed: any vector is exact as their mean
 constexpr float kLeastScale = 0x1p-60f;  // so that no product of two scales is 0, which would make -inf a NaN
