@@ -356,8 +356,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   }
   if (precision != stof::AttentionPrecision::kFull) {
     std::printf("  quantization alone %.1f us, relative RMS of the first head %.2f %%\n",
-                TimeQuantization(args, nullptr, space.memory),
-                100.0 * DistanceFromFull(row, args, *mask, sizes, &space));
+                TimeQuantization(args, space.memory), 100.0 * DistanceFromFull(row, args, *mask, sizes, &space));
   }
   const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
   Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",

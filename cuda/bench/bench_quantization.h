@@ -9,7 +9,7 @@
 #include "plugins/core/contract/attention_args.h"
 
 // Microseconds. memory: of at least Int8Layout's bytes.
-inline double TimeQuantization(const stof::AttentionArgs& args, cudaStream_t stream, char* memory) {
+inline double TimeQuantization(const stof::AttentionArgs& args, char* memory) {
   const stof::AttentionShape& shape = args.shape;
   const bool fp8 = args.precision == stof::AttentionPrecision::kInt8Fp8;
   stof::cuda::AttentionParams p;
@@ -20,10 +20,14 @@ inline double TimeQuantization(const stof::AttentionArgs& args, cudaStream_t str
   p.query_stride = args.query.stride, p.key_stride = args.key.stride, p.value_stride = args.value.stride;
   p.scale = args.scores.scale;
   const stof::cuda::Int8Params params = stof::cuda::DescribeOperands(p, shape, fp8, memory);
-  return TimeGraph(stream, 1, [&] {
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const double us = TimeGraph(stream, 1, [&] {
     CHECK_CUDA(
         static_cast<cudaError_t>(stof::cuda::QueueQuantization(params, shape.dtype == stof::DType::kBF16, stream)));
   });
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  return us;
 }
 
 #endif  // STOF_CUDA_BENCH_BENCH_QUANTIZATION_H_
