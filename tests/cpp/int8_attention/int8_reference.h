@@ -13,7 +13,7 @@
 namespace stof::test::int8 {
 
 constexpr double kLog2E = 1.4426950408889634, kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kTile = 128;
+constexpr int64_t kTile = 128, kMeanKeys = 1024;
 
 struct Dense {
   int64_t B = 1, H = 1, G = 1, S = 1, T = 1, D = 64;
@@ -86,7 +86,9 @@ inline Quantized Quantize(const Dense& p, bool fp8) {
     const auto exists = [&](int64_t k) { return p.exists[static_cast<size_t>(bg / p.G * p.T + k)] != 0; };
     std::vector<double> mean(static_cast<size_t>(p.D));
     double keys = 0;
-    for (int64_t k = 0; k < p.T; ++k) {
+    const int64_t summed = std::min(p.T, kMeanKeys);  // spread over all keys
+    for (int64_t i = 0; i < summed; ++i) {
+      const int64_t k = i * p.T / summed;
       if (!exists(k)) continue;
       ++keys;
       for (int64_t d = 0; d < p.D; ++d) mean[static_cast<size_t>(d)] += p.Row(p.key, bg, p.T, k)[d];

@@ -241,6 +241,15 @@ TEST(Fp8AttentionEqualsItsDefinition) {
   CheckCase<128, Operands::kInt8Fp8>(c, 6);
 }
 
+// More keys than the mean is of.
+TEST(Fp8AttentionOfManyKeysEqualsItsDefinition) {
+  Case c;
+  c.S = 70, c.T = 1500, c.H = 1, c.keys = Keys::kOffset;
+  CheckCase<64, Operands::kInt8Fp8>(c, 21);
+  c.B = 2, c.padding = true, c.lse = false;
+  CheckCase<128, Operands::kInt8Fp8>(c, 22);
+}
+
 TEST(Int8AttentionEqualsItsDefinition) {
   Case c;
   CheckCase<128, Operands::kInt8>(c, 11);
