@@ -2,12 +2,13 @@
 // The CUDA attention kernels alone: calls in a captured graph, timed with events, median of replays. Prints useful
 // TFLOPS (allowed pairs), TFLOPS on the tiles that the mask keeps, and the build time of the block mask.
 //
-// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [int8 | int8_fp8] [decode | wide | extras | few] [--all]
+// bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [int8 | int8_fp8] [decode | wide | extras | few | long] [--all]
 // [--only NAME]... [--zeros] [--seconds S] [--json FILE]
 //   tf32    fp32 tensors, products as by allow_tf32
 //   int8    8-bit operands where there are kernels with them (attribute precision); quantization counts
 //   decode  one query against a cache that is not in the L2 cache; wide  heads of more than 128 elements; extras biases
-//   and softcap; few  masks with few keys a query, whose tiles are hardly filled
+//   and softcap; few  masks with few keys a query, whose tiles are hardly filled; long  rows for int8 and int8_fp8, up
+//   to 32768 keys
 //   --all   times every kernel of the head size, or every kind for few queries, too, and says what the selector's model
 //           thinks of each and how much slower its choice is than the best
 //   --zeros and --seconds 0.5 repeat better than bursts: inputs of zeros leave the clock alone, and who runs so long
@@ -17,6 +18,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <random>
 #include <string>
@@ -24,122 +26,16 @@
 
 #include "cuda/attention/families.h"
 #include "cuda/attention/select.h"
+#include "cuda/bench/attention_rows.h"
 #include "cuda/bench/bench_graph.h"
+#include "cuda/bench/bench_quantization.h"
 #include "cuda/common/device_properties.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/block_mask_builder.h"
 
 namespace {
 
-struct Row {
-  const char* name;
-  const char* mask;
-  int64_t B, H, S, D;
-  int64_t T = 0, G = 0;  // 0: as S and H
-  int launches = 1;      // in one graph; the time is divided by them
-  // A bias of every pair, of fp16 or fp32, of each head or of all; of distances up to 128 or any; softcap.
-  enum Extra { kNone, kPairs, kSharedPairs, kWidePairs, kNear, kDistances, kSoftcap } extra = kNone;
-};
-
-constexpr const char* kScattered12 =
-    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) "
-    "% 1009 % 100 < 12";
-constexpr const char* kScattered22 =
-    "(7919 * (q // 128) + 104729 * (k // 128) + 31 * (q // 128) * (k // 128) + 17 * (q // 128) * (q // 128)) "
-    "% 1009 % 100 < 22";
-
-constexpr Row kRows[] = {
-    {"dense", "", 1, 16, 4096, 64},
-    {"causal", "k <= q", 1, 16, 4096, 64},
-    {"window-128", "abs(q - k) <= 128", 1, 16, 4096, 64},
-    {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 16, 4096, 64},
-    {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 16, 4096, 64},
-    {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 16, 4096, 64},
-    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 64},
-    {"dense", "", 16, 12, 512, 64},
-    {"window-128", "abs(q - k) <= 128", 16, 12, 512, 64},
-    {"dense", "", 1, 32, 8192, 128},
-    {"bits", "(q - k) % 5 != 0", 1, 32, 8192, 128},
-    {"causal", "k <= q", 1, 32, 8192, 128},
-    {"window-128", "abs(q - k) <= 128", 1, 32, 8192, 128},
-    {"longformer", "abs(q - k) <= 128 or k < 64 or q < 64", 1, 32, 8192, 128},
-    {"s2", "k <= q and (q // 64 - k // 64 < 8 or (k // 64 + h) % 8 == 0)", 1, 32, 8192, 128},
-    {"causal-1024", "k <= q and q - k < 1024", 1, 32, 8192, 128},
-    {"dilated", "abs(q - k) <= 256 and (q - k) % 2 == 0", 1, 32, 8192, 128},
-    // Full tiles alone, scattered: 7 and 13 in 61.
-    {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128},
-    {"blocks-11", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 7", 1, 32, 8192, 128, 0, 8},
-    {"blocks-21", "(37 * (q // 128) + 25 * (k // 128) + 7 * (q // 128) * (k // 128)) % 61 < 13", 1, 32, 8192, 128},
-    // And in rows of different lengths.
-    {"blocks-12", kScattered12, 1, 32, 8192, 128},
-    {"blocks-22", kScattered22, 1, 32, 8192, 128},
-    {"blocks-12", kScattered12, 1, 16, 8192, 64},
-    {"blocks-22", kScattered22, 1, 16, 8192, 64},
-    {"causal", "k <= q", 16, 12, 128, 64},
-    {"causal", "k <= q", 16, 12, 256, 64},
-    {"dense", "", 1, 12, 128, 64, 0, 0, 100},
-    {"causal", "k <= q", 1, 12, 128, 64, 0, 0, 100},
-    {"dense", "", 1, 12, 512, 64, 0, 0, 100},
-    {"causal", "k <= q", 1, 12, 512, 64, 0, 0, 100},
-    {"dense", "", 1, 12, 1024, 64, 0, 0, 100},
-    {"causal", "k <= q", 1, 12, 1024, 64, 0, 0, 100},
-};
-
-constexpr Row kWideRows[] = {
-    {"dense", "", 1, 16, 4096, 160},
-    {"causal", "k <= q", 1, 16, 4096, 160},
-    {"dense", "", 1, 16, 4096, 192},
-    {"causal", "k <= q", 1, 16, 4096, 192},
-    {"dense", "", 1, 16, 4096, 256},
-    {"causal", "k <= q", 1, 16, 4096, 256},
-    {"bits", "(q - k) % 5 != 0", 1, 16, 4096, 256},
-};
-
-constexpr Row kExtraRows[] = {
-    {"near", "", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
-    {"distances", "", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
-    {"pairs", "", 1, 16, 4096, 64, 0, 0, 1, Row::kPairs},
-    {"shared", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSharedPairs},
-    {"wide", "", 1, 16, 4096, 64, 0, 0, 1, Row::kWidePairs},
-    {"softcap", "", 1, 16, 4096, 64, 0, 0, 1, Row::kSoftcap},
-    {"distances", "k <= q", 1, 16, 4096, 64, 0, 0, 1, Row::kDistances},
-    {"near", "abs(q - k) <= 128", 1, 16, 4096, 64, 0, 0, 1, Row::kNear},
-    {"near", "", 16, 12, 512, 64, 0, 0, 1, Row::kNear},
-    {"near", "", 1, 12, 512, 64, 0, 0, 100, Row::kNear},
-    {"near", "", 1, 32, 4096, 128, 0, 0, 1, Row::kNear},
-    {"distances", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kDistances},
-    {"pairs", "", 1, 32, 4096, 128, 0, 0, 1, Row::kPairs},
-    {"softcap", "k <= q", 1, 32, 4096, 128, 0, 0, 1, Row::kSoftcap},
-};
-
-constexpr Row kFewRows[] = {
-    {"every-16", "(q - k) % 16 == 0", 1, 16, 4096, 64},    {"every-32", "(q - k) % 32 == 0", 1, 16, 4096, 64},
-    {"every-64", "(q - k) % 64 == 0", 1, 16, 4096, 64},    {"every-128", "(q - k) % 128 == 0", 1, 16, 4096, 64},
-    {"every-256", "(q - k) % 256 == 0", 1, 16, 4096, 64},  {"every-512", "(q - k) % 512 == 0", 1, 16, 4096, 64},
-    {"window-4", "abs(q - k) <= 4", 1, 16, 4096, 64},      {"every-16", "(q - k) % 16 == 0", 1, 32, 8192, 128},
-    {"every-32", "(q - k) % 32 == 0", 1, 32, 8192, 128},   {"every-64", "(q - k) % 64 == 0", 1, 32, 8192, 128},
-    {"every-128", "(q - k) % 128 == 0", 1, 32, 8192, 128}, {"every-256", "(q - k) % 256 == 0", 1, 32, 8192, 128},
-    {"every-512", "(q - k) % 512 == 0", 1, 32, 8192, 128}, {"window-4", "abs(q - k) <= 4", 1, 32, 8192, 128},
-};
-
-// One new token against a cache; the query is the last of T positions.
-constexpr const char* kWindow = "k <= q and q - k < 1024";
-constexpr const char* kStride = "k <= q and (q - k < 512 or (k // 64 + h) % 8 == 0)";
-constexpr Row kDecodeRows[] = {
-    {"dense", "", 1, 32, 1, 128, 1 << 10, 8},       {"dense", "", 1, 32, 1, 128, 1 << 11, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 12, 8},       {"dense", "", 1, 32, 1, 128, 1 << 13, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 14, 8},       {"dense", "", 1, 32, 1, 128, 1 << 15, 8},
-    {"dense", "", 1, 32, 1, 128, 1 << 16, 8},       {"dense", "", 1, 32, 1, 128, 1 << 17, 8},
-    {"window", kWindow, 1, 32, 1, 128, 1 << 13, 8}, {"window", kWindow, 1, 32, 1, 128, 1 << 17, 8},
-    {"stride", kStride, 1, 32, 1, 128, 1 << 13, 8}, {"stride", kStride, 1, 32, 1, 128, 1 << 15, 8},
-    {"stride", kStride, 1, 32, 1, 128, 1 << 17, 8}, {"dense", "", 1, 16, 1, 64, 1 << 10, 16},
-    {"dense", "", 1, 16, 1, 64, 1 << 13, 16},       {"dense", "", 1, 16, 1, 64, 1 << 15, 16},
-    {"dense", "", 1, 16, 1, 64, 1 << 17, 16},       {"window", kWindow, 1, 16, 1, 64, 1 << 13, 16},
-    {"window", kWindow, 1, 16, 1, 64, 1 << 17, 16}, {"stride", kStride, 1, 16, 1, 64, 1 << 15, 16},
-    {"stride", kStride, 1, 16, 1, 64, 1 << 17, 16},
-};
-
-// Bytes of the sets of inputs of such a query, and calls in a graph.
+// Bytes of the sets of inputs of a query that decodes, and calls in a graph.
 constexpr int64_t kCold = int64_t{128} << 20, kCalls = 100;
 constexpr size_t kMostSets = 32;
 
@@ -167,6 +63,13 @@ void* RandomHalves(int64_t count, uint32_t seed) {
   // fp16 in (-2, 2): sign, exponents 10 to 15, mantissa.
   return RandomTensor<uint16_t>(count, seed, [](uint32_t bits) {
     return static_cast<uint16_t>((bits & 0x83ffu) | (10u + (bits >> 16) % 6u) << 10);
+  });
+}
+
+// bf16 in (-2, 2): sign, six exponents, mantissa.
+void* RandomBrains(int64_t count, uint32_t seed) {
+  return RandomTensor<uint16_t>(count, seed, [](uint32_t bits) {
+    return static_cast<uint16_t>((bits & 0x807fu) | (122u + (bits >> 16) % 6u) << 7);
   });
 }
 
@@ -316,6 +219,43 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   Report("%s", "]");
 }
 
+double FromBrain(uint16_t bits) {
+  const uint32_t word = uint32_t{bits} << 16;
+  float x = 0.0f;
+  std::memcpy(&x, &word, sizeof x);
+  return static_cast<double>(x);
+}
+
+// A finite number.
+double FromHalf(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, significand = bits & 1023;
+  const double size = exponent == 0 ? std::ldexp(significand, -24) : std::ldexp(1024 + significand, exponent - 25);
+  return (bits & 0x8000) != 0 ? -size : size;
+}
+
+// Of the outputs of the first head, which a kernel with 8-bit operands has just written, from those in full precision.
+double DistanceFromFull(const Row& row, stof::AttentionArgs args, const stof::AttentionMask& mask,
+                        const stof::ExprSizes& sizes, Workspace* space) {
+  const bool bf16 = args.shape.dtype == stof::DType::kBF16;
+  const auto count = static_cast<size_t>(row.S * row.D);
+  const auto read = [&] {
+    std::vector<uint16_t> bits(count);
+    CHECK_CUDA(cudaMemcpy(bits.data(), args.output.data, 2 * count, cudaMemcpyDeviceToHost));
+    std::vector<double> values;
+    for (const uint16_t x : bits) values.push_back(bf16 ? FromBrain(x) : FromHalf(x));
+    return values;
+  };
+  const std::vector<double> found = read();
+  args.precision = stof::AttentionPrecision::kFull;
+  Time(row, {args}, 1, mask, sizes, space, "");
+  const std::vector<double> wanted = read();
+  double difference = 0, size = 0;
+  for (size_t i = 0; i < count; ++i) {
+    difference += (found[i] - wanted[i]) * (found[i] - wanted[i]), size += wanted[i] * wanted[i];
+  }
+  return std::sqrt(difference / size);
+}
+
 // Longer than 80 lines: one row from its inputs to its record, and every step reads the inputs.
 void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   stof::AttentionArgs args;
@@ -324,7 +264,9 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
   args.allow_tf32 = tf32;
   args.precision = precision;
-  const auto random = dtype == stof::DType::kF32 ? RandomFloats : RandomHalves;
+  const auto random = dtype == stof::DType::kF32    ? RandomFloats
+                      : dtype == stof::DType::kBF16 ? RandomBrains
+                                                    : RandomHalves;
   args.query.data = random(query_count, 1), args.key.data = random(count, 2), args.value.data = random(count, 3);
   args.output.data = random(query_count, 4);
   args.query.stride = args.output.stride = {row.H * row.S * row.D, row.S * row.D, row.D};
@@ -378,7 +320,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   }
   ExitUnlessOk(status, row);
   Workspace space;
-  space.size = static_cast<size_t>(8 * count + 1024 * query_count) + (size_t{16} << 20);
+  space.size = static_cast<size_t>(8 * count + std::min(1024 * query_count, int64_t{16} << 30)) + (size_t{16} << 20);
   CHECK_CUDA(cudaMalloc(&space.memory, space.size));
   std::vector<stof::AttentionArgs> sets(1, args);
   int calls = row.launches;
@@ -406,6 +348,10 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
     std::printf(
         "%-11s B%-2ld H%-2ld S%-5ld D%-3ld %9.1f us  %6.1f useful %6.1f on tiles TFLOPS  tiles %.3f  build %.2f ms\n",
         row.name, row.B, row.H, row.S, row.D, us, flops * pairs / us * 1e-6, flops * tiles / us * 1e-6, tiles, build);
+  }
+  if (precision != stof::AttentionPrecision::kFull) {
+    std::printf("  quantization alone %.1f us, relative RMS of the first head %.2f %%\n",
+                TimeQuantization(args, space.memory), 100.0 * DistanceFromFull(row, args, *mask, sizes, &space));
   }
   const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
   Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
@@ -436,7 +382,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
 
 int main(int argc, char** argv) {
   stof::DType dtype = stof::DType::kF16;
-  bool tf32 = false, all = false, decode = false, wide = false, extras = false, few = false;
+  bool tf32 = false, all = false, decode = false, wide = false, extras = false, few = false, longs = false;
   std::vector<std::string> only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -454,6 +400,8 @@ int main(int argc, char** argv) {
       extras = true;
     } else if (word == "few") {
       few = true;
+    } else if (word == "long") {
+      longs = true;
     } else if (word == "--all") {
       all = true;
     } else if (word == "--zeros") {
@@ -476,7 +424,7 @@ int main(int argc, char** argv) {
     } else {
       std::fprintf(stderr,
                    "usage: bench_cuda_attention [fp16 | bf16 | fp32 | tf32] [int8 | int8_fp8] [decode | wide | extras "
-                   "| few] [--all] [--only NAME]... [--zeros] [--seconds S] [--json FILE]\n");
+                   "| few | long] [--all] [--only NAME]... [--zeros] [--seconds S] [--json FILE]\n");
       return 2;
     }
   }
@@ -484,11 +432,13 @@ int main(int argc, char** argv) {
                            : wide   ? std::begin(kWideRows)
                            : extras ? std::begin(kExtraRows)
                            : few    ? std::begin(kFewRows)
+                           : longs  ? std::begin(kLongRows)
                                     : std::begin(kRows);
   const Row* const last = decode   ? std::end(kDecodeRows)
                           : wide   ? std::end(kWideRows)
                           : extras ? std::end(kExtraRows)
                           : few    ? std::end(kFewRows)
+                          : longs  ? std::end(kLongRows)
                                    : std::end(kRows);
   Report("%s", "[");
   for (const Row* row = first; row != last; ++row) {

@@ -22,12 +22,26 @@ constexpr auto max(A a, B b) {
 }
 static inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
-static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fmul_rn(float a, float b) {
+  const volatile float product = a * b;  // never part of a multiply-add
+  return product;
+}
 static inline int __float2int_rn(float x) { return std::isnan(x) ? 0 : static_cast<int>(std::nearbyint(x)); }
 static inline int __float_as_int(float x) {
   int bits = 0;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
+}
+static inline float __int_as_float(int bits) {
+  float x = 0.0f;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+static inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return chosen;
 }
 static inline int atomicMax(int* to, int x) {
   int found = __atomic_load_n(to, __ATOMIC_SEQ_CST);
@@ -66,6 +80,10 @@ static inline void LoadShared(int (&r)[2], uint32_t address) {
   r[0] = ReadShared<int>(address), r[1] = ReadShared<int>(address + 4);
 }
 static inline float LoadSharedFloat(uint32_t address) { return ReadShared<float>(address); }
+static inline void StoreSharedFloats(uint32_t address, float x, float y, float z, float w) {
+  const float4 words = {x, y, z, w};
+  std::memcpy(test::emulated_sm90::Current()->shared + address, &words, sizeof words);
+}
 static inline float2 LoadSharedFloats(uint32_t address) { return ReadShared<float2>(address); }
 
 static inline void ArriveNamed(int id, int threads) { NamedBarrier(id, threads).Arrive(); }
@@ -159,10 +177,11 @@ static inline void WgmmaInt8(float (&c)[64], uint64_t a, uint64_t b) {
   }
 }
 // Register 0 of A has columns 4 t to 4 t + 3 of row g, 1 of row g + 8, 2 and 3 those 16 columns further.
-static inline void WgmmaFp8(float (&c)[32], const uint32_t* a, uint64_t b, int add) {
+template <int kCount>
+static void WgmmaFp8(float (&c)[kCount], const uint32_t* a, uint64_t b, int add) {
   const QuadFragments quad = GatherQuad(a);
   const auto lane = static_cast<int>(test::emulated_sm90::Lane());
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     const int r = i % 4 / 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     float sum = add != 0 ? c[i] : 0.0f;
     for (int k = 0; k < 32; ++k) {

@@ -29,11 +29,13 @@ template <int64_t kD, Operands kOperands>
 class Device {
   static constexpr bool kFp8 = kOperands == Operands::kInt8Fp8;
   // As in cuda/attention/sm90/instantiations/int8_d*.cu.
-  static constexpr int kStages = kD == 64 ? (kFp8 ? 6 : 5) : (kFp8 ? 4 : 3);
+  static constexpr int kStages = kD == 64 ? (kFp8 ? 6 : 5) : (kFp8 ? cuda::sm90::kFp8StagesD128 : 3);
   using Shape =
       cuda::sm90::Sm90Shape<kD, 128, 128, kStages, 2, 1, 1, cuda::ScoreMod::kNone, true, false, false, kOperands>;
 
  public:
+  static constexpr bool kDirect = Shape::kDirect;
+
   Device(const Case& c, const Dense& p)
       : c_(c), p_(p), query_(Bits(p.query)), key_(Bits(p.key)), value_(Bits(p.value)), sink_(Bits(p.sink)) {
     output_.assign(query_.size(), 0xffff), lse_.assign(static_cast<size_t>(c.B * c.H * c.S), 77.0f);
@@ -52,16 +54,14 @@ class Device {
   }
 
   void Run() {
-    const auto& a = params_.attention;
     const auto run = [](int64_t ctas, const auto& kernel) {
       for (int64_t cta = 0; cta < ctas; ++cta) {
         emulated_sm90::RunCta(cuda::int8::kThreads, static_cast<unsigned>(ctas), static_cast<unsigned>(cta), nullptr,
                               kernel);
       }
     };
-    run(a.B * a.G * int8_.parts, [&] { cuda::int8::SumKeys<Sm90Bf16, kD>(int8_); });
-    run(int8_.key_ctas + a.B * a.H * CeilDiv(a.S, cuda::int8::kQueriesOfCta),
-        [&] { cuda::int8::QuantizeOperands<Sm90Bf16, kD>(int8_); });
+    run(cuda::int8::Grid(int8_, false).ctas(), [&] { cuda::int8::QuantizeOperands<Sm90Bf16, kD, false>(int8_); });
+    run(cuda::int8::Grid(int8_, true).ctas(), [&] { cuda::int8::QuantizeOperands<Sm90Bf16, kD, true>(int8_); });
     std::vector<unsigned char> shared(static_cast<size_t>(Shape::kSharedBytes) + 1024, 0xcd);
     unsigned char* const memory = shared.data() + (-reinterpret_cast<uintptr_t>(shared.data()) & 1023u);
     for (int cta = 0; cta < params_.ctas; ++cta) {
@@ -168,13 +168,12 @@ class Device {
     };
     const auto floats = [&at](int64_t bytes) { return reinterpret_cast<float*>(at(bytes)); };
     int8_.attention = a;
-    int8_.tiles = static_cast<int32_t>(CeilDiv(c_.T, 128)), int8_.parts = cuda::KeySumParts(c_.T);
-    int8_.key_ctas = a.B * a.G * int8_.tiles;
+    int8_.tiles = static_cast<int32_t>(CeilDiv(c_.T, 128));
     int8_.query = reinterpret_cast<int8_t*>(at(layout.query)), int8_.key = reinterpret_cast<int8_t*>(at(layout.key));
     if (kFp8) int8_.value = reinterpret_cast<uint8_t*>(at(layout.value));
     int8_.query_scales = floats(layout.query_scales), int8_.tile_scales = floats(layout.tile_scales);
     if (c_.lse || c_.sink) int8_.query_shifts = floats(layout.query_shifts);
-    int8_.key_sums = floats(layout.key_sums);
+    int8_.key_means = floats(layout.key_means);
     params_.query_scales = int8_.query_scales, params_.query_shifts = int8_.query_shifts;
     params_.tile_scales = int8_.tile_scales;
     constexpr int kSpan = kD;
@@ -209,7 +208,8 @@ void CheckCase(const Case& c, uint64_t seed) {
   Device<kD, kOperands> device(c, p);
   device.Run();
   const Result found = device.result();
-  const Result wanted = AttendQuantized(p, kFp8, device.Orders(), kFp8 ? RoundToFloat8 : ToBf16);
+  const Result wanted =
+      AttendQuantized(p, kFp8, Device<kD, kOperands>::kDirect, device.Orders(), kFp8 ? RoundToFloat8 : ToBf16);
   const Result exact = Attend(p);
   // Beside the rounding of bf16 outputs, a number may fall to the other side of a rounding here and there.
   const double own = RelativeRms(found.output, wanted.output), whole = RelativeRms(found.output, exact.output);
@@ -239,6 +239,15 @@ TEST(Fp8AttentionEqualsItsDefinition) {
   c = Case();
   c.mask = kWindow, c.T = c.S = 400, c.scheduled = true, c.sink = true, c.lse = false, c.H = 1;
   CheckCase<128, Operands::kInt8Fp8>(c, 6);
+}
+
+// More keys than the mean is of.
+TEST(Fp8AttentionOfManyKeysEqualsItsDefinition) {
+  Case c;
+  c.S = 70, c.T = 1500, c.H = 1, c.keys = Keys::kOffset;
+  CheckCase<64, Operands::kInt8Fp8>(c, 21);
+  c.B = 2, c.padding = true, c.lse = false;
+  CheckCase<128, Operands::kInt8Fp8>(c, 22);
 }
 
 TEST(Int8AttentionEqualsItsDefinition) {

@@ -16,8 +16,9 @@ namespace cuda {
 
 constexpr int kInt8TileKeys = 128;  // keys of a KV tile of every kernel with 8-bit operands
 
-// Scales of a KV tile: of its key groups, then of its values; padded for a bulk copy.
-constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kTileScales = 12;
+// Scales of a KV tile: of its key groups, then of its values, a power of two, its inverse and its logarithm; padded for
+// a bulk copy.
+constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kValueInverse = 9, kValueLog = 10, kTileScales = 12;
 
 // The group of a key of a tile: a thread of the sm_90a kernels has the scores of two keys in every eight, and so meets
 // one group among the first eight keys and one among the others. An attention sink raises the scale of two keys.
@@ -27,12 +28,6 @@ STOF_HD constexpr int KeyGroupOf(int key) { return (key < 8 ? 0 : 4) + key % 8 /
 // wgmma. Within 16 keys, thread t has keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, and the fragment columns 4 t to 4 t + 3.
 STOF_HD constexpr int ValueColumnOf(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2; }
 
-// Partial sums of the keys of a head, by ranges of keys.
-STOF_HD constexpr int KeySumParts(int64_t keys) {
-  const int64_t parts = (keys + 255) / 256;
-  return static_cast<int>(parts < 32 ? parts : 32);
-}
-
 // Byte offsets in the workspace, each aligned to 128.
 struct Int8Layout {
   int64_t query = 0;         // int8 [B, H, S, D]
@@ -41,7 +36,7 @@ struct Int8Layout {
   int64_t query_scales = 0;  // float [B, H, S]
   int64_t query_shifts = 0;  // float [B, H, S]
   int64_t tile_scales = 0;   // float [B, G, tiles, kTileScales]
-  int64_t key_sums = 0;      // float [B, G, parts, D + 1]: sums of unpadded keys, and their number
+  int64_t key_means = 0;     // float [B, G, D]
   int64_t total = 0;
 
   Int8Layout(const AttentionShape& shape, bool fp8) {
@@ -58,21 +53,20 @@ struct Int8Layout {
     query_scales = take(4 * rows);
     query_shifts = take(4 * rows);
     tile_scales = take(4 * heads * tiles * kTileScales);
-    key_sums = take(4 * heads * KeySumParts(shape.T) * (shape.D + 1));
+    key_means = take(4 * heads * shape.D);
   }
 };
 
 struct Int8Params {
   AttentionParams attention;
-  int32_t tiles = 0, parts = 0;  // KV tiles and partial sums of a head
-  int32_t key_ctas = 0;          // of the quantization kernel: one a KV tile, the others have queries
+  int32_t tiles = 0;  // KV tiles of a head
   int8_t* query = nullptr;
   int8_t* key = nullptr;
   uint8_t* value = nullptr;  // nullptr: values stay as they are
   float* query_scales = nullptr;
   float* query_shifts = nullptr;  // nullptr: not wanted
   float* tile_scales = nullptr;
-  float* key_sums = nullptr;
+  float* key_means = nullptr;
 };
 
 // Queues the kernels that quantize the operands. bf16: of the inputs. Gives a CUDA error code, 0 for none. stream is a

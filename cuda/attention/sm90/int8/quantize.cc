@@ -18,6 +18,24 @@ constexpr auto kLaunch = [](const Int8Params&, bool, void*) { return 0; };
 
 }  // namespace
 
+Int8Params DescribeOperands(const AttentionParams& attention, const AttentionShape& shape, bool fp8, char* memory) {
+  const Int8Layout layout(shape, fp8);
+  Int8Params int8;
+  int8.attention = attention;
+  int8.tiles = static_cast<int32_t>(CeilDiv(shape.T, int64_t{kInt8TileKeys}));
+  const auto floats = [memory](int64_t at) { return reinterpret_cast<float*>(memory + at); };
+  int8.query = reinterpret_cast<int8_t*>(memory + layout.query);
+  int8.key = reinterpret_cast<int8_t*>(memory + layout.key);
+  if (fp8) int8.value = reinterpret_cast<uint8_t*>(memory + layout.value);
+  int8.query_scales = floats(layout.query_scales);
+  if (attention.sink != nullptr || attention.lse != nullptr) int8.query_shifts = floats(layout.query_shifts);
+  int8.tile_scales = floats(layout.tile_scales);
+  int8.key_means = floats(layout.key_means);
+  return int8;
+}
+
+int QueueQuantization(const Int8Params& params, bool bf16, void* stream) { return kLaunch(params, bf16, stream); }
+
 Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_described) {
   const AttentionShape& shape = job->args().shape;
   const AttentionParams& p = params->attention;
@@ -27,25 +45,13 @@ Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_describe
   if (memory == nullptr) {
     return Status::Error("no device memory for " + std::to_string(layout.total) + " bytes of 8-bit operands");
   }
-  Int8Params int8;
-  int8.attention = p;
-  int8.tiles = static_cast<int32_t>(CeilDiv(shape.T, int64_t{kInt8TileKeys}));
-  int8.parts = KeySumParts(shape.T);
-  int8.key_ctas = p.B * p.G * int8.tiles;
-  const auto floats = [memory](int64_t at) { return reinterpret_cast<float*>(memory + at); };
-  int8.query = reinterpret_cast<int8_t*>(memory + layout.query);
-  int8.key = reinterpret_cast<int8_t*>(memory + layout.key);
-  if (fp8) int8.value = reinterpret_cast<uint8_t*>(memory + layout.value);
-  int8.query_scales = floats(layout.query_scales);
-  if (p.sink != nullptr || p.lse != nullptr) int8.query_shifts = floats(layout.query_shifts);
-  int8.tile_scales = floats(layout.tile_scales);
-  int8.key_sums = floats(layout.key_sums);
+  const Int8Params int8 = DescribeOperands(p, shape, fp8, memory);
   *is_described = MakeInt8TensorMaps(job->is_bf16(), int8, params);
   if (!*is_described) return Status();
   params->query_scales = int8.query_scales;
   params->query_shifts = int8.query_shifts;
   params->tile_scales = int8.tile_scales;
-  return CheckLaunch(kLaunch(int8, job->is_bf16(), job->stream()));
+  return CheckLaunch(QueueQuantization(int8, job->is_bf16(), job->stream()));
 }
 
 }  // namespace cuda

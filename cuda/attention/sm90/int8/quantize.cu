@@ -7,13 +7,12 @@ namespace {
 
 template <typename T, int kHead>
 int Launch(const Int8Params& params, void* stream) {
-  const AttentionParams& p = params.attention;
-  const int error = LaunchKernel<Int8Params, int8::SumKeys<T, kHead>>(
-      params, static_cast<unsigned>(p.B * p.G * params.parts), int8::kThreads, 0, stream, true);
+  const auto ctas = [&params](bool is_second) { return static_cast<unsigned>(int8::Grid(params, is_second).ctas()); };
+  const int error = LaunchKernel<Int8Params, int8::QuantizeOperands<T, kHead, false>>(params, ctas(false),
+                                                                                      int8::kThreads, 0, stream, true);
   if (error != 0) return error;
-  const int query_ctas = p.B * p.H * ((p.S + int8::kQueriesOfCta - 1) / int8::kQueriesOfCta);
-  return LaunchKernel<Int8Params, int8::QuantizeOperands<T, kHead>>(
-      params, static_cast<unsigned>(params.key_ctas + query_ctas), int8::kThreads, 0, stream, true);
+  return LaunchKernel<Int8Params, int8::QuantizeOperands<T, kHead, true>>(params, ctas(true), int8::kThreads, 0, stream,
+                                                                          true);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels that quantize the operands of an attention: queries and keys to int8, values to e4m3, transposed
-// (docs/design/attention-8bit.md). They are limited by memory: they read queries and values once and keys twice.
+// (docs/design/attention-8bit.md). They are limited by memory: they read every operand once, and up to kMeanKeys keys
+// of a head twice.
 #ifndef STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
 #define STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
 
@@ -16,13 +17,31 @@ namespace int8 {
 constexpr int kThreads = 256;
 constexpr int kColumns = 8;  // of a thread, 16 bytes of the inputs
 constexpr int kQueriesOfCta = 64;
+constexpr int kMeanKeys = 1024;  // of a head's keys at most so many are summed: any vector is exact as their mean
 constexpr float kLeastScale = 0x1p-60f;  // so that no product of two scales is 0, which would make -inf a NaN
 constexpr float kMostInt8 = 127.0f, kMostFp8 = 448.0f;
 
-// Eight neighbours of a row.
+// CTAs of a kernel. The first kernel has means, values and perhaps queries; the second, behind it, keys, and queries
+// whose products with the means are wanted.
+struct Grid {
+  int heads = 0, tiles = 0, queries = 0;  // CTAs with a head's mean, with a KV tile, and with queries
+  STOF_HD Grid(const Int8Params& params, bool is_second) {
+    const AttentionParams& p = params.attention;
+    const bool has_queries = is_second == (params.query_shifts != nullptr);
+    heads = is_second ? 0 : p.B * p.G;
+    tiles = is_second || params.value != nullptr ? p.B * p.G * params.tiles : 0;
+    queries = has_queries ? p.B * p.H * ((p.S + kQueriesOfCta - 1) / kQueriesOfCta) : 0;
+  }
+  STOF_HD int ctas() const { return heads + tiles + queries; }
+};
+
+// Eight neighbours of a row, as they are in memory.
 template <typename T>
-__device__ __forceinline__ void LoadColumns(const void* base, int64_t at, float (&x)[kColumns]) {
-  const uint4 loaded = *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at);
+__device__ __forceinline__ uint4 LoadColumns(const void* base, int64_t at) {
+  return *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at);
+}
+template <typename T>
+__device__ __forceinline__ void UnpackColumns(const uint4& loaded, float (&x)[kColumns]) {
   const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
@@ -52,60 +71,36 @@ __device__ __forceinline__ void RaiseShared(float* to, float x) {
   atomicMax(reinterpret_cast<int*>(to), __float_as_int(x));
 }
 
+// Rounds to integers of at most 127 by a sum whose lowest byte is that of the integer: conversions are slower.
 __device__ __forceinline__ uint2 PackInt8(const float (&x)[kColumns], float inverse) {
-  uint32_t words[2] = {};
+  uint32_t words[kColumns];
 #pragma unroll
   for (int e = 0; e < kColumns; ++e) {
-    words[e / 4] |= (static_cast<uint32_t>(__float2int_rn(x[e] * inverse)) & 0xffu) << e % 4 * 8;
+    words[e] = static_cast<uint32_t>(__float_as_int(__fmul_rn(x[e], inverse) + kInt8ZeroFloat));
   }
-  return make_uint2(words[0], words[1]);
+  return make_uint2(
+      __byte_perm(__byte_perm(words[0], words[1], 0x0040), __byte_perm(words[2], words[3], 0x0040), 0x5410),
+      __byte_perm(__byte_perm(words[4], words[5], 0x0040), __byte_perm(words[6], words[7], 0x0040), 0x5410));
 }
 
-// Sums of the keys of a range, and how many there are. A CTA has one part of one head.
-template <typename T, int kHead>
-__global__ void __launch_bounds__(kThreads) SumKeys(const __grid_constant__ Int8Params params) {
-  constexpr int kThreadsOfRow = kHead / kColumns, kRows = kThreads / kThreadsOfRow;
-  __shared__ float sums[kRows][kHead + 1];
-  LetNextStart();
-  WaitForPrevious();
-  const AttentionParams& p = params.attention;
-  const int bg = static_cast<int>(blockIdx.x) / params.parts, part = static_cast<int>(blockIdx.x) % params.parts;
-  const int b = bg / p.G, row = static_cast<int>(threadIdx.x) / kThreadsOfRow;
-  const int column = static_cast<int>(threadIdx.x) % kThreadsOfRow * kColumns;
-  const int keys = (p.T + params.parts - 1) / params.parts, first = part * keys, end = min(p.T, first + keys);
-  const int64_t base = b * p.key_stride.b + bg % p.G * p.key_stride.h + column;
-  float own[kColumns] = {}, count = 0.0f;
-  for (int key = first + row; key < end; key += kRows) {
-    if (!IsKey(p, b, key)) continue;
-    float x[kColumns];
-    LoadColumns<T>(p.key, base + key * p.key_stride.s, x);
-#pragma unroll
-    for (int e = 0; e < kColumns; ++e) own[e] += x[e];
-    count += 1.0f;
-  }
-#pragma unroll
-  for (int e = 0; e < kColumns; ++e) sums[row][column + e] = own[e];
-  if (column == 0) sums[row][kHead] = count;
-  __syncthreads();
-  for (int d = static_cast<int>(threadIdx.x); d <= kHead; d += kThreads) {
-    float sum = 0.0f;
-    for (int i = 0; i < kRows; ++i) sum += sums[i][d];
-    params.key_sums[static_cast<int64_t>(blockIdx.x) * (kHead + 1) + d] = sum;
-  }
-}
+__device__ __forceinline__ float RaiseScale(float scale) { return scale < kLeastScale ? kLeastScale : scale; }
+__device__ __forceinline__ float ScaleOf(float largest) { return RaiseScale(largest / kMostInt8); }
 
 // A CTA's part of the quantization.
 template <typename T, int kHead>
 class Quantizer {
   static constexpr int kThreadsOfRow = kHead / kColumns, kRows = kThreads / kThreadsOfRow;
   static constexpr int kWordsOfTile = kInt8TileKeys / 4;  // words of four keys
+  static constexpr int kWords = kWordsOfTile / kRows;     // of a thread: four keys each
   static_assert(kRows % 4 == 0 && kWordsOfTile % kRows == 0, "a thread's keys are of one group");
 
  public:
   struct Shared {
-    float mean[kHead];
-    float largest[kKeyGroups + 1];             // of every key group, and of the values
-    uint32_t values[kHead][kWordsOfTile + 1];  // one more against bank conflicts
+    union {
+      uint32_t values[kHead][kWordsOfTile];  // a column's keys, in the order of Place
+      float sums[kRows][kHead + 1];          // of keys, and how many they are
+    };
+    float largest[kKeyGroups];  // of every key group, or of all values
   };
 
   __device__ Quantizer(const Int8Params& params, Shared* shared)
@@ -114,71 +109,169 @@ class Quantizer {
     column_ = static_cast<int>(threadIdx.x) % kThreadsOfRow * kColumns;
   }
 
-  // Keys and values of KV tile `tile` of head bg of [B, G].
-  __device__ void QuantizeTile(int bg, int tile) {
-    ReadMean(bg);
-    if (static_cast<int>(threadIdx.x) <= kKeyGroups) shared_.largest[threadIdx.x] = 0.0f;
+  // The mean of keys of head bg of [B, G]: of all, or of kMeanKeys that are spread over them.
+  __device__ void AverageKeys(int bg) {
+    const int b = bg / p_.G, keys = min(p_.T, kMeanKeys);
+    const int64_t base = b * p_.key_stride.b + bg % p_.G * p_.key_stride.h + column_;
+    float own[kColumns] = {}, count = 0.0f;
+    for (int first = row_; first < keys; first += kLoads * kRows) {
+      uint4 loaded[kLoads];
+      bool is_key[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int at = first + i * kRows;
+        const int key = static_cast<int>(static_cast<int64_t>(at) * p_.T / keys);
+        is_key[i] = at < keys && IsKey(p_, b, key);
+        loaded[i] = is_key[i] ? LoadColumns<T>(p_.key, base + key * p_.key_stride.s) : uint4{0, 0, 0, 0};
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        float x[kColumns];
+        UnpackColumns<T>(loaded[i], x);
+#pragma unroll
+        for (int e = 0; e < kColumns; ++e) own[e] += x[e];
+        count += is_key[i] ? 1.0f : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kColumns; ++e) shared_.sums[row_][column_ + e] = own[e];
+    if (column_ == 0) shared_.sums[row_][kHead] = count;
     __syncthreads();
-    const int b = bg / p_.G, g = bg % p_.G, key0 = tile * kInt8TileKeys;
-    float x[kWords][4][kColumns];
-    Load(p_.key, p_.key_stride, b, g, key0, true, x);
+    for (int d = static_cast<int>(threadIdx.x); d < kHead; d += kThreads) {
+      float sum = 0.0f, all = 0.0f;
+      for (int i = 0; i < kRows; ++i) sum += shared_.sums[i][d], all += shared_.sums[i][kHead];
+      params_.key_means[static_cast<int64_t>(bg) * kHead + d] = all > 0.0f ? sum / all : 0.0f;
+    }
+  }
+
+  // Keys of KV tile `tile` of head bg of [B, G].
+  __device__ void QuantizeKeys(int bg, int tile) {
+    const int b = bg / p_.G, key0 = tile * kInt8TileKeys;
+    uint4 loaded[kWords][4];
+    const uint32_t is_key = Load(p_.key, p_.key_stride, b, bg % p_.G, key0, loaded);
+    float mean[kColumns];
+    ReadMean(bg, mean);
+    if (static_cast<int>(threadIdx.x) < kKeyGroups) shared_.largest[threadIdx.x] = 0.0f;
+    __syncthreads();
     float first = 0.0f, others = 0.0f;  // of the first eight keys of the tile, and of the others
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        float x[kColumns];
+        LessMean(loaded[w][i], (is_key >> (4 * w + i) & 1) != 0, mean, x);
         float& most = KeyOf(w, i) < 8 ? first : others;
-        most = MaxOrNan(most, LargestOf(x[w][i]));
+        most = MaxOrNan(most, LargestOf(x));
       }
     }
-    RaiseShared(&shared_.largest[KeyGroupOf(KeyOf(0, 0) % 8)], first);
-    RaiseShared(&shared_.largest[KeyGroupOf(8 + KeyOf(0, 0) % 8)], others);
+    first = LargestOfRow(first), others = LargestOfRow(others);
+    if (column_ == 0) {
+      RaiseShared(&shared_.largest[KeyGroupOf(KeyOf(0, 0) % 8)], first);
+      RaiseShared(&shared_.largest[KeyGroupOf(8 + KeyOf(0, 0) % 8)], others);
+    }
     __syncthreads();
+    const float inverse_first = 1.0f / ScaleOf(shared_.largest[KeyGroupOf(KeyOf(0, 0) % 8)]);
+    const float inverse_others = 1.0f / ScaleOf(shared_.largest[KeyGroupOf(8 + KeyOf(0, 0) % 8)]);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = KeyOf(w, i);
         if (key0 + key >= p_.T) continue;
-        const float scale = ScaleOf(shared_.largest[KeyGroupOf(key)], kMostInt8);
+        float x[kColumns];
+        LessMean(loaded[w][i], (is_key >> (4 * w + i) & 1) != 0, mean, x);
         *reinterpret_cast<uint2*>(params_.key + (static_cast<int64_t>(bg) * p_.T + key0 + key) * kHead + column_) =
-            PackInt8(x[w][i], 1.0f / scale);
+            PackInt8(x, key < 8 ? inverse_first : inverse_others);
       }
     }
-    if (params_.value != nullptr) QuantizeValues(b, g, tile, x);
-    if (static_cast<int>(threadIdx.x) < kTileScales) {
-      const int i = static_cast<int>(threadIdx.x);
-      float scale = 1.0f;
-      if (i < kKeyGroups) scale = ScaleOf(shared_.largest[i], kMostInt8);
-      if (i == kValueScale && params_.value != nullptr) scale = ScaleOf(shared_.largest[i], kMostFp8);
-      params_.tile_scales[(static_cast<int64_t>(bg) * params_.tiles + tile) * kTileScales + i] = scale;
+    if (static_cast<int>(threadIdx.x) < kKeyGroups) {
+      TileScales(bg, tile)[threadIdx.x] = ScaleOf(shared_.largest[threadIdx.x]);
+    }
+  }
+
+  // Values of KV tile `tile` of head bg of [B, G]. By way of shared memory: a thread has eight columns of four keys,
+  // memory has all keys of a column.
+  __device__ void QuantizeValues(int bg, int tile) {
+    uint4 loaded[kWords][4];
+    Load(p_.value, p_.value_stride, bg / p_.G, bg % p_.G, tile * kInt8TileKeys, loaded);
+    if (threadIdx.x == 0) shared_.largest[0] = 0.0f;
+    __syncthreads();
+    float most = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x[kColumns];
+        UnpackColumns<T>(loaded[w][i], x);
+        most = MaxOrNan(most, LargestOf(x));
+      }
+    }
+    most = LargestOfRow(most);
+    if (column_ == 0) RaiseShared(&shared_.largest[0], most);
+    __syncthreads();
+    // A power of two, so that weights may have it in their exponents. What is not finite makes the tile NaN.
+    most = shared_.largest[0];
+    const bool is_finite = most < INFINITY;
+    const float scale = is_finite ? RaiseScale(PowerOfTwoFrom(most / kMostFp8)) : 1.0f;
+    const float inverse = is_finite ? 1.0f / scale : NAN;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      float x[4][kColumns];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) UnpackColumns<T>(loaded[w][i], x[i]);
+      const int word = ValueColumnOf(KeyOf(w, 0)) / 4;
+#pragma unroll
+      for (int e = 0; e < kColumns; ++e) {
+        shared_.values[column_ + e][Place(column_, word)] =
+            PackFp8(x[0][e] * inverse, x[1][e] * inverse, x[2][e] * inverse, x[3][e] * inverse);
+      }
+    }
+    __syncthreads();
+    const int64_t stride = static_cast<int64_t>(params_.tiles) * kInt8TileKeys;
+    uint8_t* const to = params_.value + bg * kHead * stride + static_cast<int64_t>(tile) * kInt8TileKeys;
+    constexpr int kChunks = kWordsOfTile / 4;  // 16 bytes each
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x); i < kHead * kChunks; i += kThreads) {
+      const int d = i / kChunks, column = d / kColumns * kColumns;
+      uint4 chunk = *reinterpret_cast<const uint4*>(&shared_.values[d][Place(column, i % kChunks * 4) / 4 * 4]);
+      if (column >= 64) chunk = uint4{chunk.z, chunk.w, chunk.x, chunk.y};
+      *reinterpret_cast<uint4*>(to + d * stride + i % kChunks * 16) = chunk;
+    }
+    if (threadIdx.x == 0) {
+      float* const scales = TileScales(bg, tile);
+      scales[kValueScale] = scale, scales[kValueInverse] = 1.0f / scale;
+      scales[kValueLog] = static_cast<float>((__float_as_int(scale) >> 23) - 127);
     }
   }
 
   // kQueriesOfCta queries of head bh of [B, H].
   __device__ void QuantizeQueries(int bh, int row0) {
+    constexpr int kCount = kQueriesOfCta / kRows;
     const int b = bh / p_.H, h = bh % p_.H;
     const bool shifts = params_.query_shifts != nullptr;
-    if (shifts) {
-      ReadMean(b * p_.G + h / (p_.H / p_.G));
-      __syncthreads();
-    }
     const int64_t base = b * p_.query_stride.b + h * p_.query_stride.h + column_;
+    uint4 loaded[kCount];
 #pragma unroll
-    for (int i = 0; i < kQueriesOfCta / kRows; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int row = row0 + i * kRows + row_;
-      float x[kColumns] = {};
-      if (row < p_.S) LoadColumns<T>(p_.query, base + row * p_.query_stride.s, x);
-      float most = LargestOf(x), shift = 0.0f;
+      loaded[i] = row < p_.S ? LoadColumns<T>(p_.query, base + row * p_.query_stride.s) : uint4{0, 0, 0, 0};
+    }
+    float mean[kColumns] = {};
+    if (shifts) ReadMean(b * p_.G + h / (p_.H / p_.G), mean);
 #pragma unroll
-      for (int e = 0; e < kColumns; ++e) shift += shifts ? x[e] * shared_.mean[column_ + e] : 0.0f;
+    for (int i = 0; i < kCount; ++i) {
+      const int row = row0 + i * kRows + row_;
+      float x[kColumns];
+      UnpackColumns<T>(loaded[i], x);
+      const float scale = ScaleOf(LargestOfRow(LargestOf(x))), factor = p_.scale * kLog2E;
+      float shift = 0.0f;
+      if (shifts) {
 #pragma unroll
-      for (int lane = 1; lane < kThreadsOfRow; lane *= 2) {
-        most = MaxOrNan(most, __shfl_xor_sync(~0u, most, lane));
-        shift += __shfl_xor_sync(~0u, shift, lane);
+        for (int e = 0; e < kColumns; ++e) shift += x[e] * mean[e];
+#pragma unroll
+        for (int lane = 1; lane < kThreadsOfRow; lane *= 2) shift += __shfl_xor_sync(~0u, shift, lane);
       }
       if (row >= p_.S) continue;
-      const float scale = ScaleOf(most, kMostInt8), factor = p_.scale * kLog2E;
       const int64_t at = static_cast<int64_t>(bh) * p_.S + row;
       *reinterpret_cast<uint2*>(params_.query + at * kHead + column_) = PackInt8(x, 1.0f / scale);
       if (column_ != 0) continue;
@@ -188,74 +281,61 @@ class Quantizer {
   }
 
  private:
-  static constexpr int kWords = kWordsOfTile / kRows;  // of a thread: four keys each
+  static constexpr int kLoads = 8;  // of a thread that sums keys, in flight
 
   // Key i of the four of this thread's word w: those whose scores a thread of the attention kernel has.
   __device__ __forceinline__ int KeyOf(int w, int i) const {
     const int word = row_ + w * kRows;
     return word / 4 * 16 + word % 4 * 2 + i / 2 * 8 + i % 2;
   }
-  static __device__ __forceinline__ float RaiseScale(float scale) { return scale < kLeastScale ? kLeastScale : scale; }
-  static __device__ __forceinline__ float ScaleOf(float largest, float most) { return RaiseScale(largest / most); }
-
-  __device__ __forceinline__ void ReadMean(int bg) const {
-    const float* const sums = params_.key_sums + static_cast<int64_t>(bg) * params_.parts * (kHead + 1);
-    for (int d = static_cast<int>(threadIdx.x); d < kHead; d += kThreads) {
-      float sum = 0.0f, count = 0.0f;
-      for (int i = 0; i < params_.parts; ++i) {
-        sum += sums[i * (kHead + 1) + d], count += sums[i * (kHead + 1) + kHead];
-      }
-      shared_.mean[d] = count > 0.0f ? sum / count : 0.0f;
-    }
+  // Where a word of a column is in shared memory: the lanes of a warp write to 32 banks, and eight lanes read a
+  // column's 16-byte chunks.
+  static __device__ __forceinline__ int Place(int column, int word) {
+    const int lane = column / kColumns;
+    return ((word / 4 ^ lane % 8) * 4 | word % 4) ^ lane / 8 * 2;
+  }
+  // The power of two that is not below x.
+  static __device__ __forceinline__ float PowerOfTwoFrom(float x) {
+    return __int_as_float((__float_as_int(x) + 0x7fffff) & 0x7f800000);
+  }
+  static __device__ __forceinline__ float LargestOfRow(float most) {
+#pragma unroll
+    for (int lane = 1; lane < kThreadsOfRow; lane *= 2) most = MaxOrNan(most, __shfl_xor_sync(~0u, most, lane));
+    return most;
+  }
+  __device__ __forceinline__ float* TileScales(int bg, int tile) const {
+    return params_.tile_scales + (static_cast<int64_t>(bg) * params_.tiles + tile) * kTileScales;
+  }
+  __device__ __forceinline__ void ReadMean(int bg, float (&mean)[kColumns]) const {
+    const float4* const from =
+        reinterpret_cast<const float4*>(params_.key_means + static_cast<int64_t>(bg) * kHead + column_);
+    const float4 low = from[0], high = from[1];
+    mean[0] = low.x, mean[1] = low.y, mean[2] = low.z, mean[3] = low.w;
+    mean[4] = high.x, mean[5] = high.y, mean[6] = high.z, mean[7] = high.w;
+  }
+  static __device__ __forceinline__ void LessMean(const uint4& loaded, bool is_key, const float (&mean)[kColumns],
+                                                  float (&x)[kColumns]) {
+    UnpackColumns<T>(loaded, x);
+#pragma unroll
+    for (int e = 0; e < kColumns; ++e) x[e] = is_key ? x[e] - mean[e] : 0.0f;
   }
 
-  // This thread's part of a tile of keys, less their mean, or of values; zeros where there is no key.
-  __device__ __forceinline__ void Load(const void* from, const Strides& stride, int b, int g, int key0, bool less_mean,
-                                       float (&x)[kWords][4][kColumns]) const {
+  // This thread's part of a tile of keys or values; zeros where there is no key. Gives a bit for each that is one.
+  __device__ __forceinline__ uint32_t Load(const void* from, const Strides& stride, int b, int g, int key0,
+                                           uint4 (&loaded)[kWords][4]) const {
     const int64_t base = b * stride.b + g * stride.h + column_;
+    uint32_t is_key = 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = key0 + KeyOf(w, i);
-        const bool is_key = IsKey(p_, b, key);
-        if (is_key) LoadColumns<T>(from, base + key * stride.s, x[w][i]);
-#pragma unroll
-        for (int e = 0; e < kColumns; ++e) {
-          x[w][i][e] = is_key ? x[w][i][e] - (less_mean ? shared_.mean[column_ + e] : 0.0f) : 0.0f;
-        }
+        const bool is = IsKey(p_, b, key);
+        loaded[w][i] = is ? LoadColumns<T>(from, base + key * stride.s) : uint4{0, 0, 0, 0};
+        is_key |= is ? 1u << (4 * w + i) : 0u;
       }
     }
-  }
-
-  // By way of shared memory: a thread has eight columns of four keys, memory has all keys of a column.
-  __device__ __forceinline__ void QuantizeValues(int b, int g, int tile, float (&x)[kWords][4][kColumns]) {
-    Load(p_.value, p_.value_stride, b, g, tile * kInt8TileKeys, false, x);
-    float most = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) most = MaxOrNan(most, LargestOf(x[w][i]));
-    }
-    RaiseShared(&shared_.largest[kValueScale], most);
-    __syncthreads();
-    const float inverse = 1.0f / ScaleOf(shared_.largest[kValueScale], kMostFp8);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const int word = ValueColumnOf(KeyOf(w, 0)) / 4;
-#pragma unroll
-      for (int e = 0; e < kColumns; ++e) {
-        shared_.values[column_ + e][word] =
-            PackFp8(x[w][0][e] * inverse, x[w][1][e] * inverse, x[w][2][e] * inverse, x[w][3][e] * inverse);
-      }
-    }
-    __syncthreads();
-    const int64_t stride = static_cast<int64_t>(params_.tiles) * kWordsOfTile;
-    uint32_t* const to = reinterpret_cast<uint32_t*>(params_.value) +
-                         (static_cast<int64_t>(b) * p_.G + g) * kHead * stride + tile * kWordsOfTile;
-    for (int i = static_cast<int>(threadIdx.x); i < kHead * kWordsOfTile; i += kThreads) {
-      to[i / kWordsOfTile * stride + i % kWordsOfTile] = shared_.values[i / kWordsOfTile][i % kWordsOfTile];
-    }
+    return is_key;
   }
 
   const Int8Params& params_;
@@ -264,20 +344,35 @@ class Quantizer {
   int row_, column_;
 };
 
-// The first key_ctas CTAs have a KV tile each, the others kQueriesOfCta queries.
-template <typename T, int kHead>
-__global__ void __launch_bounds__(kThreads) QuantizeOperands(const __grid_constant__ Int8Params params) {
+#if !defined(STOF_QUANTIZE_CTAS)
+#define STOF_QUANTIZE_CTAS 3
+#endif
+
+// One of the two kernels: a CTA has a head's mean, a KV tile of values or of keys, or kQueriesOfCta queries.
+template <typename T, int kHead, bool kSecond>
+__global__ void __launch_bounds__(kThreads, STOF_QUANTIZE_CTAS)
+    QuantizeOperands(const __grid_constant__ Int8Params params) {
   __shared__ typename Quantizer<T, kHead>::Shared shared;
   LetNextStart();
   WaitForPrevious();
   Quantizer<T, kHead> quantizer(params, &shared);
-  const int cta = static_cast<int>(blockIdx.x);
-  if (cta < params.key_ctas) {
-    quantizer.QuantizeTile(cta / params.tiles, cta % params.tiles);
-  } else {
-    const int rows = (params.attention.S + kQueriesOfCta - 1) / kQueriesOfCta, i = cta - params.key_ctas;
-    quantizer.QuantizeQueries(i / rows, i % rows * kQueriesOfCta);
+  const Grid grid(params, kSecond);
+  int cta = static_cast<int>(blockIdx.x);
+  if (!kSecond && cta < grid.heads) {
+    quantizer.AverageKeys(cta);
+    return;
   }
+  cta -= grid.heads;
+  if (cta < grid.tiles) {
+    if constexpr (kSecond) {
+      quantizer.QuantizeKeys(cta / params.tiles, cta % params.tiles);
+    } else {
+      quantizer.QuantizeValues(cta / params.tiles, cta % params.tiles);
+    }
+    return;
+  }
+  const int rows = (params.attention.S + kQueriesOfCta - 1) / kQueriesOfCta, i = cta - grid.tiles;
+  quantizer.QuantizeQueries(i / rows, i % rows * kQueriesOfCta);
 }
 
 }  // namespace int8
