@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
+#include "cuda/attention/int8/precision.h"
 #include "cuda/attention/job.h"
-#include "cuda/attention/sm90/int8/precision.h"
 #include "plugins/core/contract/attention_limits.h"
 
 namespace stof {

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "cuda/attention/choose_blocks/layout.h"
-#include "cuda/attention/sm90/int8/layout.h"
-#include "cuda/attention/sm90/int8/precision.h"
+#include "cuda/attention/int8/layout.h"
+#include "cuda/attention/int8/precision.h"
 #include "cuda/attention/workspace_bounds.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/base/integers.h"

@@ -8,7 +8,7 @@
 #include "cuda/attention/sm90/kernel.cuh"
 #undef __shared__
 #define __shared__ static  // variables of the CTA that runs
-#include "cuda/attention/sm90/int8/quantize.cuh"
+#include "cuda/attention/int8/quantize.cuh"
 #undef __shared__
 #include "cuda/attention/workspace_bounds.h"
 #include "plugins/core/mask/attention_mask.h"

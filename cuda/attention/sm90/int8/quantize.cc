@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "cuda/attention/sm90/int8/layout.h"
+#include "cuda/attention/int8/layout.h"
 
 namespace stof {
 namespace cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm90/int8/quantize.cuh"
+#include "cuda/attention/int8/quantize.cuh"
 
 namespace stof {
 namespace cuda {

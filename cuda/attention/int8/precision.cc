@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/attention/sm90/int8/precision.h"
+#include "cuda/attention/int8/precision.h"
 
 namespace stof {
 namespace cuda {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels that quantize the operands of an attention: queries and keys to int8, values to e4m3, transposed
 // (docs/design/attention-8bit.md). They are limited by memory: they read queries and values once and keys twice.
-#ifndef STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
-#define STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
+#ifndef STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_
+#define STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_
 
-#include "cuda/attention/sm90/int8/layout.h"
+#include "cuda/attention/int8/layout.h"
 #include "cuda/attention/sm90/int8/mma.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/math.h"
@@ -283,4 +283,4 @@ __global__ void __launch_bounds__(kThreads) QuantizeOperands(const __grid_consta
 }  // namespace int8
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
+#endif  // STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_

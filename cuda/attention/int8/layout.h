@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The 8-bit operands of an attention in device memory: what the quantization kernels write and the sm_90a kernels read
 // (docs/design/attention-8bit.md). Plain C++.
-#ifndef STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
-#define STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
+#ifndef STOF_CUDA_ATTENTION_INT8_LAYOUT_H_
+#define STOF_CUDA_ATTENTION_INT8_LAYOUT_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -81,4 +81,4 @@ int LaunchQuantize(const Int8Params& params, bool bf16, void* stream);
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
+#endif  // STOF_CUDA_ATTENTION_INT8_LAYOUT_H_

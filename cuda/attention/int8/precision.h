@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which problems the sm_90a kernels with 8-bit operands take. Plain C++.
-#ifndef STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
-#define STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
+#ifndef STOF_CUDA_ATTENTION_INT8_PRECISION_H_
+#define STOF_CUDA_ATTENTION_INT8_PRECISION_H_
 
 #include "plugins/core/contract/attention_args.h"
 
@@ -14,4 +14,4 @@ AttentionPrecision Int8PrecisionOf(const AttentionArgs& args);
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
+#endif  // STOF_CUDA_ATTENTION_INT8_PRECISION_H_
