@@ -5,15 +5,20 @@ namespace stof {
 namespace cuda {
 namespace {
 
+// Where the device's code has programmatic dependent launch, the kernel may start early.
+template <void (*kKernel)(Int8Params)>
+int LaunchEarly(const Int8Params& params, int ctas, void* stream) {
+  return LaunchKernel<Int8Params, kKernel>(params, static_cast<unsigned>(ctas), int8::kThreads, 0, stream,
+                                           CanStartEarly<Int8Params, kKernel>());
+}
+
 template <typename T, int kHead>
 int Launch(const Int8Params& params, void* stream) {
   const AttentionParams& p = params.attention;
-  const int error = LaunchKernel<Int8Params, int8::SumKeys<T, kHead>>(
-      params, static_cast<unsigned>(p.B * p.G * params.parts), int8::kThreads, 0, stream, true);
+  const int error = LaunchEarly<int8::SumKeys<T, kHead>>(params, p.B * p.G * params.parts, stream);
   if (error != 0) return error;
   const int query_ctas = p.B * p.H * ((p.S + int8::kQueriesOfCta - 1) / int8::kQueriesOfCta);
-  return LaunchKernel<Int8Params, int8::QuantizeOperands<T, kHead>>(
-      params, static_cast<unsigned>(params.key_ctas + query_ctas), int8::kThreads, 0, stream, true);
+  return LaunchEarly<int8::QuantizeOperands<T, kHead>>(params, params.key_ctas + query_ctas, stream);
 }
 
 }  // namespace

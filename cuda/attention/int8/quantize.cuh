@@ -4,8 +4,8 @@
 #ifndef STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_
 #define STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_
 
+#include "cuda/attention/int8/convert.cuh"
 #include "cuda/attention/int8/layout.h"
-#include "cuda/attention/sm90/int8/mma.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/math.h"
 
