@@ -96,6 +96,9 @@ if wave 1; then
   suite page-scores 150 CudaPageScores
   suite paged 150 CudaPagedAttention
   suite quantized-caches 150 CudaQuantizedCaches
+  suite int8-attention 150 CudaInt8Attention
+  suite int8-attention-8.0 150 CudaInt8Attention STOF_CUDA_CAPABILITY=80
+  suite int8-attention-8.0-128-rows 150 CudaInt8Attention STOF_CUDA_CAPABILITY=80 STOF_CUDA_SM80_ROWS=128
   suite relative 150 CudaRelative
   suite relative-128-rows 150 CudaRelative STOF_CUDA_SM80_ROWS=128
   suite relative-8.0 150 CudaRelative STOF_CUDA_CAPABILITY=80
@@ -171,6 +174,7 @@ if wave 2; then
   suite fp32-160-KiB 45 CudaFp32 STOF_CUDA_SHARED_KIB=160 STOF_SAMPLE=3
   suite table-8.0-99-KiB 45 CudaAttentionEquals STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite table-8.0-163-KiB 45 CudaAttentionEquals STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=163
+  suite int8-attention-8.0-99-KiB 45 CudaInt8Attention STOF_CUDA_CAPABILITY=80 STOF_CUDA_SHARED_KIB=99
   suite non-finite-8.0 45 CudaNonFinite STOF_CUDA_CAPABILITY=80
   suite masks-captured-8.0 45 CudaMasksInCaptured STOF_CUDA_CAPABILITY=80
   report

@@ -100,7 +100,8 @@ class AttentionJob {
   // Sets the block mask of this form in params(), and mask_entry().
   Status GetMask(const MaskForm& form);
   // Workspace for one use: the mask of m x n tiles, or with m = 0 by n: split fp32 operands (0), padding (1), decode
-  // splits (2), splits of tile rows (3), relative terms (4), chosen blocks or pages (5). All of one call share it.
+  // splits (2), splits of tile rows (3), relative terms (4), chosen blocks or pages (5), 8-bit operands (6). All of one
+  // call share it.
   void* GetWorkspace(int m, int n, size_t bytes);
   // Packs the key padding mask; with `flags` also clears a flag for every kRowsPerFlag query rows.
   Status PreparePadding(bool flags, const uint32_t** pad_bits, int32_t** empty_flags);

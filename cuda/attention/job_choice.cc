@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cuda/attention/families.h"
+#include "cuda/attention/int8/precision.h"
 #include "cuda/attention/job.h"
-#include "cuda/attention/sm90/int8/precision.h"
 #include "plugins/core/contract/attention_limits.h"
 
 namespace stof {
@@ -50,7 +50,9 @@ Status AttentionJob::Describe() {
   p.has_aligned_rows = HasAlignedRows(args_);
   p.has_aligned_bias = HasAlignedBias(args_);
   p.skips_scores = args_.scores.skip_threshold > 0.0f;
-  p.precision = Int8PrecisionOf(args_);
+  // Padded keys have no codes. Fully masked rows may attend them: on 9.0 in a second kernel, in full precision.
+  const bool may_attend_padding = pad_ != nullptr && args_.mask.empty_rows == EmptyRows::kAll;
+  p.precision = may_attend_padding && p.capability != 90 ? AttentionPrecision::kFull : Int8PrecisionOf(args_);
 
   SelectionProblem& s = selection_;
   s.is_mask_on_device = build_ != nullptr;

@@ -3,8 +3,8 @@
 #ifndef STOF_CUDA_BENCH_BENCH_QUANTIZATION_H_
 #define STOF_CUDA_BENCH_BENCH_QUANTIZATION_H_
 
-#include "cuda/attention/sm90/int8/layout.h"
-#include "cuda/attention/sm90/int8/quantize.h"
+#include "cuda/attention/int8/layout.h"
+#include "cuda/attention/int8/operands.h"
 #include "cuda/bench/bench_graph.h"
 #include "plugins/core/contract/attention_args.h"
 
@@ -23,8 +23,8 @@ inline double TimeQuantization(const stof::AttentionArgs& args, char* memory) {
   cudaStream_t stream = nullptr;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const double us = TimeGraph(stream, 1, [&] {
-    CHECK_CUDA(
-        static_cast<cudaError_t>(stof::cuda::QueueQuantization(params, shape.dtype == stof::DType::kBF16, stream)));
+    const int error = stof::cuda::LaunchQuantize(params, shape.dtype == stof::DType::kBF16, stream);
+    CHECK_CUDA(static_cast<cudaError_t>(error));
   });
   CHECK_CUDA(cudaStreamDestroy(stream));
   return us;

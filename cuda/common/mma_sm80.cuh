@@ -51,6 +51,13 @@ __device__ __forceinline__ void LoadShared(uint32_t (&r)[4], uint32_t address) {
                : "r"(address));
 }
 
+__device__ __forceinline__ uint32_t LoadSharedWord(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ float LoadSharedFloat(uint32_t address) { return __uint_as_float(LoadSharedWord(address)); }
+
 // c[16 x 8] += a[16 x 16] · b[16 x 8], fp32 accumulators.
 template <typename T>
 __device__ __forceinline__ void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -69,6 +76,19 @@ __device__ __forceinline__ void Mma<__nv_bfloat16>(float (&c)[4], const uint32_t
       "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c[16 x 8] += a[16 x 32] · b[32 x 8] in int8; c has the bits of int32.
+__device__ __forceinline__ void MmaInt8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  uint32_t sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = __float_as_uint(c[i]);
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] = __uint_as_float(sums[i]);
 }
 
 template <typename T>

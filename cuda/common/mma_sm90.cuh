@@ -63,12 +63,6 @@ __device__ __forceinline__ void LoadShared(int (&r)[2], uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1 + 4];" : "=r"(r[1]) : "r"(address) : "memory");
 }
 
-__device__ __forceinline__ uint32_t LoadSharedWord(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-__device__ __forceinline__ float LoadSharedFloat(uint32_t address) { return __uint_as_float(LoadSharedWord(address)); }
 __device__ __forceinline__ float2 LoadSharedFloats(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");

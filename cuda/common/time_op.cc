@@ -117,6 +117,8 @@ Status TimeOp(const Op& op, const Tensor* inputs, int input_count, int output_co
     STOF_RETURN_IF_ERROR(Place(tensor, 0, &tensors, &tensor));
   }
   const auto check = [](cudaError_t error) { return ToStatus(error, "timing"); };
+  // Small copies may still be under way, and a non-blocking stream does not wait for them: lengths must be there.
+  STOF_RETURN_IF_ERROR(check(cudaStreamSynchronize(nullptr)));
   STOF_RETURN_IF_ERROR(check(cudaStreamCreateWithFlags(&cuda.stream, cudaStreamNonBlocking)));
   STOF_RETURN_IF_ERROR(check(cudaEventCreate(&cuda.begin)));
   STOF_RETURN_IF_ERROR(check(cudaEventCreate(&cuda.end)));

@@ -19,6 +19,13 @@ namespace stof::test {
     CHECK(error == cudaSuccess, #call, ": ", cudaGetErrorString(error)); \
   } while (0)
 
+// Copies to the device and waits until the bytes are there. cudaMemcpy alone returns earlier: up to 64 KiB of pageable
+// memory are staged, and a stream that does not wait for the default stream may run before they arrive.
+inline void CopyToDevice(void* to, const void* from, size_t bytes) {
+  CHECK_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+  CHECK_CUDA(cudaDeviceSynchronize());
+}
+
 // Device memory: blocks of their own, so that compute-sanitizer sees every access beyond, or one arena that a captured
 // graph keeps.
 class DeviceMemory {
@@ -40,7 +47,7 @@ class DeviceMemory {
   }
   void* Upload(const void* from, size_t bytes) {
     void* const block = Take(bytes);
-    CHECK_CUDA(cudaMemcpy(block, from, bytes, cudaMemcpyHostToDevice));
+    CopyToDevice(block, from, bytes);
     return block;
   }
   // RunContext::allocate.

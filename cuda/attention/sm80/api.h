@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The family of sm_80 kernels: any problem in fp16 and bf16.
+// The family of sm_80 kernels: any problem in fp16 and bf16, perhaps with scores in int8.
 #ifndef STOF_CUDA_ATTENTION_SM80_API_H_
 #define STOF_CUDA_ATTENTION_SM80_API_H_
 
+#include "cuda/attention/int8/layout.h"
 #include "cuda/attention/kernel_table.h"
 #include "cuda/attention/relative/params.h"
 
@@ -10,8 +11,9 @@ namespace stof {
 namespace cuda {
 
 struct Sm80CtaSize : CtaSize {
-  // relative: of kernels with relative terms.
-  int (*launch)(const AttentionParams& params, const RelativeParams& relative, int stages, void* stream) = nullptr;
+  // relative: of kernels with relative terms. int8: of those in int8, for which query and key of params are codes.
+  int (*launch)(const AttentionParams& params, const RelativeParams& relative, const Int8Scales& int8, int stages,
+                void* stream) = nullptr;
 };
 struct Sm80Code : KernelCode {
   Sm80CtaSize half;   // CTAs of 64 rows, half a tile of the block mask
@@ -31,6 +33,9 @@ KernelTable FindSm80D128(const KernelProblem& problem);
 KernelTable FindSm80D160(const KernelProblem& problem);
 KernelTable FindSm80D192(const KernelProblem& problem);
 KernelTable FindSm80D256(const KernelProblem& problem);
+// With scores in int8.
+KernelTable FindSm80Int8D64(const KernelProblem& problem);
+KernelTable FindSm80Int8D128(const KernelProblem& problem);
 // With relative terms.
 KernelTable FindSm80RelativeD32(const KernelProblem& problem);
 KernelTable FindSm80RelativeD64(const KernelProblem& problem);

@@ -2,6 +2,7 @@
 #include <string>
 #include <string_view>
 
+#include "cuda/attention/int8/operands.h"
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm80/api.h"
 #include "plugins/core/host/environment.h"
@@ -17,7 +18,13 @@ constexpr HeadSizeTable kRelativeTables[] = {
     {32, FindSm80RelativeD32},   {64, FindSm80RelativeD64},   {96, FindSm80RelativeD96},  {128, FindSm80RelativeD128},
     {160, FindSm80RelativeD160}, {192, FindSm80RelativeD192}, {256, FindSm80RelativeD256}};
 
+constexpr HeadSizeTable kInt8Tables[] = {{64, FindSm80Int8D64}, {128, FindSm80Int8D128}};
+
+// On 9.0 these kernels run where those of 9.0 cannot: fully masked rows that attend all keys.
+bool HasInt8Scores(const KernelProblem& problem) { return problem.has_int8_operands() && problem.capability != 90; }
+
 KernelTable Find(const KernelProblem& problem) {
+  if (HasInt8Scores(problem)) return FindByHeadSize(kInt8Tables, problem);
   return problem.has_relative_terms ? FindByHeadSize(kRelativeTables, problem) : FindByHeadSize(kTables, problem);
 }
 
@@ -49,9 +56,28 @@ Status Plan(AttentionJob* job, AttentionPlan* plan) {
     plan->workspace = static_cast<size_t>(layout.bytes);
     for (const RelativeTermLayout& term : layout.terms) has_parts = has_parts || (term.is_given && !term.is_band);
   }
+  if (HasInt8Scores(job->problem())) {
+    plan->workspace = static_cast<size_t>(Int8Layout(job->args().shape, false).total);
+  }
   if (ChooseSm80Size(job->params(), has_parts, job->device(), plan)) return Status();
   return Status::Error("the device has too little shared memory for head size " +
                        std::to_string(plan->kernel->head_size));
+}
+
+// Queues the kernels that quantize queries and keys. Sets these and their scales.
+Status Quantize(AttentionJob* job, AttentionParams* params, Int8Scales* scales) {
+  Int8Params int8;
+  STOF_RETURN_IF_ERROR(PlaceOperands(job, *params, false, &int8));
+  STOF_RETURN_IF_ERROR(CheckLaunch(LaunchQuantize(int8, job->is_bf16(), job->stream())));
+  const auto strides = [](int64_t heads, int64_t rows, int64_t words) {
+    return Strides{heads * rows * words, rows * words, words};
+  };
+  const int64_t words = params->D / 2;  // of 16 bits: see Sm80Attention
+  params->query = int8.query, params->query_stride = strides(params->H, params->S, words);
+  params->key = int8.key, params->key_stride = strides(params->G, params->T, words);
+  scales->query = int8.query_scales, scales->shifts = int8.query_shifts;
+  scales->tile = int8.tile_scales, scales->tiles = int8.tiles;
+  return Status();
 }
 
 Status Run(AttentionJob* job, const AttentionPlan& plan) {
@@ -68,7 +94,10 @@ Status Run(AttentionJob* job, const AttentionPlan& plan) {
   }
   const auto& code = plan.kernel->code_as<Sm80Code>();
   const Sm80CtaSize& size = plan.rows == code.half.rows ? code.half : code.whole;
-  return CheckLaunch(size.launch(job->params(), relative, plan.stages, job->stream()));
+  AttentionParams params = job->params();
+  Int8Scales int8;
+  if (HasInt8Scores(job->problem())) STOF_RETURN_IF_ERROR(Quantize(job, &params, &int8));
+  return CheckLaunch(size.launch(params, relative, int8, plan.stages, job->stream()));
 }
 
 Status Prepare(AttentionJob* job, const KernelEntry&) {

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Block-sparse attention for compute capability 8.0 and later, with mma.sync and cp.async. A CTA computes 128 or 64
 // query rows of one head over the KV tiles that the block mask keeps. The softmax is online, as in FlashAttention 2
-// (Dao 2023, sec. 3.1). Partial tiles apply their element mask, full ones none. With kRelative, scores have relative
-// terms (cuda/attention/relative/).
+// (Dao 2023, sec. 3.1). Partial tiles apply their element mask, full ones none. Scores may have relative terms
+// (cuda/attention/relative/) or operands in int8 (docs/design/attention-8bit.md).
 #ifndef STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 #define STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <type_traits>
 
 #include "cuda/attention/far_scores.cuh"
+#include "cuda/attention/int8/layout.h"
 #include "cuda/attention/lse.cuh"
 #include "cuda/attention/params.h"
 #include "cuda/attention/relative/params.h"
@@ -20,26 +19,37 @@
 #include "cuda/attention/score_bias.cuh"
 #include "cuda/attention/sm80/shape.cuh"
 #include "cuda/attention/tile_iterator.cuh"
-#include "cuda/common/launch.cuh"
 #include "cuda/common/mma_sm80.cuh"
 #include "cuda/mask/tile_bits.cuh"
 
 namespace stof {
 namespace cuda {
 
+struct Int8ScalesOf {
+  const Int8Scales& int8;
+};
+// What a kernel's scores need beside AttentionParams.
+template <Sm80Scores kScores>
+using Sm80ScoreParams =
+    std::conditional_t<kScores == Sm80Scores::kInt8, Int8ScalesOf, RelativeParamsOf<kScores == Sm80Scores::kRelative>>;
+
 // The work of one CTA.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-class Sm80Attention : private RelativeParamsOf<kRelative> {
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+class Sm80Attention : private Sm80ScoreParams<kScores> {
+  static constexpr bool kRelative = kScores == Sm80Scores::kRelative, kInt8 = kScores == Sm80Scores::kInt8;
   using S = Sm80Shape<kHead, kScoreMod, kRows>;
   using R = Sm80RelativeShape<kHead, kScoreMod, kRows, kRelative>;
-  static constexpr int kColumns = S::kN / 8;  // blocks of 8 keys
-  static constexpr int kOutputs = kHead / 8;  // blocks of 8 output elements
-  static constexpr int kSteps = kHead / 16;   // k-steps of 16 of Q Kᵀ
+  using I = Sm80Int8Shape<kHead, kRows>;
+  static constexpr int kColumns = S::kN / 8;                // blocks of 8 keys
+  static constexpr int kOutputs = kHead / 8;                // blocks of 8 output elements
+  static constexpr int kWords = kInt8 ? I::kWords : kHead;  // 16-bit words of a row of queries and of keys
+  static constexpr int kSteps = kWords / 16;                // k-steps of 16 words of Q Kᵀ
 
  public:
   // stages: 0 where keys and values share one buffer.
-  __device__ Sm80Attention(const AttentionParams& p, const RelativeParamsOf<kRelative>& relative, int stages, T* shared)
-      : RelativeParamsOf<kRelative>(relative),
+  // In int8, query and key of p are codes, and their strides count 16-bit words.
+  __device__ Sm80Attention(const AttentionParams& p, const Sm80ScoreParams<kScores>& scores, int stages, T* shared)
+      : Sm80ScoreParams<kScores>(scores),
         p_(p),
         stages_(S::kLargeHead ? stages : R::kStages),
         shared_(shared),
@@ -72,8 +82,9 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
     pad_ = p.pad_bits == nullptr ? nullptr : p.pad_bits + static_cast<int64_t>(b_) * ((p.T + S::kN - 1) / S::kN) * 2;
     warp_ = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
-    // The plain kernel scales scores to units of log2; a scale <= 0 needs kScoreMod.
-    scale_ = kScoreMod ? 1.0f : p.scale * kLog2E;
+    // The plain kernel scales scores to units of log2; a scale <= 0 needs kScoreMod. Scales of codes contain it.
+    scale_ = kScoreMod || kInt8 ? 1.0f : p.scale * kLog2E;
+    if constexpr (kInt8) scale_tile_ = (b_ * p.G + g) * this->int8.tiles;
   }
 
   __device__ void Run() {
@@ -133,15 +144,21 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
 
   // ---- memory ----
   // Addresses in shared memory.
-  __device__ __forceinline__ uint32_t Keys(int stage) const { return base_ + 2 * (S::kM * kHead + stage * S::kStage); }
+  __device__ __forceinline__ uint32_t Keys(int stage) const {
+    if constexpr (kInt8) return base_ + I::kQueryBytes + stage * I::kKeyBytes;
+    return base_ + 2 * (S::kM * kHead + stage * S::kStage);
+  }
   __device__ __forceinline__ uint32_t Values(int stage) const {
+    if constexpr (kInt8) return Keys(S::kStages) + stage * I::kValueBytes;
     if constexpr (R::kHasRings) return base_;
     if constexpr (S::kLargeHead) return Keys(stages_);
     return Keys(S::kStages + stage);
   }
   __device__ __forceinline__ void FetchKeys(int tile, int stage) const {
     if (tile >= 0) {
-      LoadRows<kHead, S::kThreads, S::kN>(Keys(stage), key_, p_.key_stride.s, tile * S::kN, p_.T, p_.D);
+      const int size = kInt8 ? kWords : p_.D;
+      LoadRows<kWords, S::kThreads, S::kN>(Keys(stage), key_, p_.key_stride.s, tile * S::kN, p_.T, size);
+      if constexpr (kInt8) FetchTileScales(tile, Keys(stage) + I::kScales);
     }
     CommitCopies();
   }
@@ -153,8 +170,9 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   }
 
   __device__ void LoadQueries() {
-    LoadRows<kHead, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, p_.D);
+    LoadRows<kWords, S::kThreads, S::kM>(base_, query_, p_.query_stride.s, row0_, p_.S, kInt8 ? kWords : p_.D);
     CommitCopies();
+    if constexpr (kInt8) LoadQueryScales();
   }
   // Called after the copies of the first KV tile were issued, which may still be in flight.
   __device__ void KeepQueriesInRegisters() {
@@ -165,9 +183,9 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
     for (int k = 0; k < kSteps; ++k) ReadQueries(k, q_[k]);
   }
   __device__ __forceinline__ void ReadQueries(int k, uint32_t (&q)[S::kBlocks][4]) const {
-    const uint32_t first = base_ + 2 * SwizzledOffset<kHead>(warp_ * S::kBlocks * 16 + lane_ % 16, lane_ / 16);
+    const uint32_t first = base_ + 2 * SwizzledOffset<kWords>(warp_ * S::kBlocks * 16 + lane_ % 16, lane_ / 16);
 #pragma unroll
-    for (int i = 0; i < S::kBlocks; ++i) LoadMatrix4(q[i], ChunkAddress<kHead>(first, 2 * k) + 2 * 16 * i * kHead);
+    for (int i = 0; i < S::kBlocks; ++i) LoadMatrix4(q[i], ChunkAddress<kWords>(first, 2 * k) + 2 * 16 * i * kWords);
   }
 
   __device__ void Clear() {
@@ -275,6 +293,11 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   // ---- a tile: cuda/attention/sm80/step.cuh ----
   __device__ __forceinline__ int Row(int i, int r) const { return (warp_ * S::kBlocks + i) * 16 + lane_ / 4 + 8 * r; }
   __device__ __forceinline__ void Scores(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]);
+  // cuda/attention/sm80/int8.cuh
+  __device__ __forceinline__ void LoadQueryScales() const;
+  __device__ __forceinline__ void FetchTileScales(int tile, uint32_t to) const;
+  __device__ __forceinline__ void Dequantize(int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) const;
+  __device__ __forceinline__ float ShiftOf(int row) const;
   // cuda/attention/sm80/relative.cuh
   __device__ __forceinline__ void FetchRelativeRows(int tile, bool follows) const;
   template <bool kInRing>
@@ -303,6 +326,10 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
         const bool empty = sum == 0.0f;
+        // In a second pass that gives the mean of all keys, scores are zeros.
+        if constexpr (kInt8) {
+          if (!only_empty || static_cast<EmptyRows>(p_.empty_rows) == EmptyRows::kAll) max_[i][r] += ShiftOf(Row(i, r));
+        }
         if (!only_empty) empty_[i][r] = empty;
         some_empty |= empty && row0_ + Row(i, r) < p_.S;
         if (p_.sink != nullptr && !empty) {
@@ -359,6 +386,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
   int b_, h_, tile_row0_, row0_, warp_, lane_;
   int begin_ = 0, full_ = 0, end_ = 0;
   float scale_;
+  int scale_tile_ = 0;  // in int8: the head's first tile of the quantization
   const T *query_, *key_, *value_;
   T* output_;
   const uint32_t* pad_;
@@ -370,59 +398,7 @@ class Sm80Attention : private RelativeParamsOf<kRelative> {
 
 }  // namespace cuda
 }  // namespace stof
+#include "cuda/attention/sm80/int8.cuh"
 #include "cuda/attention/sm80/relative.cuh"
 #include "cuda/attention/sm80/step.cuh"
-namespace stof {
-namespace cuda {
-
-struct Sm80Params {
-  AttentionParams attention;
-  int stages = 0;
-};
-struct Sm80RelativeParams : Sm80Params {
-  RelativeParams relative;
-};
-template <bool kRelative>
-using Sm80ParamsOf = std::conditional_t<kRelative, Sm80RelativeParams, Sm80Params>;
-
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__global__ void __launch_bounds__(Sm80Shape<kHead, kScoreMod, kRows>::kThreads,
-                                  (Sm80Ctas<kHead, kScoreMod, kRows, kRelative>))
-    AttentionKernel(const __grid_constant__ Sm80ParamsOf<kRelative> params) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  T* const memory = reinterpret_cast<T*>(shared);
-  if constexpr (kRelative) {
-    WaitForPrevious();  // it started under the kernel that prepares the tables
-    Sm80Attention<kHead, T, kScoreMod, kRows, true>(params.attention, {params.relative}, params.stages, memory).Run();
-  } else {
-    Sm80Attention<kHead, T, kScoreMod, kRows, false>(params.attention, {}, params.stages, memory).Run();
-  }
-}
-
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-int LaunchSm80(const AttentionParams& params, const RelativeParams& relative, int stages, void* stream) {
-  using S = Sm80Shape<kHead, kScoreMod, kRows>;
-  using R = Sm80RelativeShape<kHead, kScoreMod, kRows, kRelative>;
-  Sm80ParamsOf<kRelative> copy;
-  copy.attention = params;
-  copy.stages = stages;
-  int rings = 0;
-  bool early = false;
-  if constexpr (kRelative) {
-    copy.relative = relative;
-    rings = (relative.key[0].band.rows != nullptr ? 1 : 0) + (relative.query.band.rows != nullptr ? 1 : 0);
-    if (relative.key[1].band.rows != nullptr && R::HasRing(true)) ++rings;
-    // Launches have different sizes, and the first one would limit all others.
-    const int loaded = LoadKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-        R::SharedBytes(stages, R::kMostRings));
-    if (loaded != 0) return loaded;
-    early = CanStartEarly<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>();
-  }
-  const int64_t items = int64_t{params.B} * params.H * ((params.S + kTileRows - 1) / kTileRows) * S::kCtasPerTile;
-  return LaunchKernel<Sm80ParamsOf<kRelative>, AttentionKernel<kHead, T, kScoreMod, kRows, kRelative>>(
-      copy, static_cast<unsigned>(items), S::kThreads, R::SharedBytes(stages, rings), stream, early);
-}
-
-}  // namespace cuda
-}  // namespace stof
 #endif  // STOF_CUDA_ATTENTION_SM80_KERNEL_CUH_

@@ -11,8 +11,8 @@ namespace stof {
 namespace cuda {
 
 // The rows come with the keys. A tile that follows the one before it shares all but its last rows.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::FetchRelativeRows(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::FetchRelativeRows(
     int tile, bool follows) const {
   if (tile < 0) return;
   const int first = BandBegin(row0_ + S::kM - kBandQueries, tile * S::kN, p_.S);
@@ -29,9 +29,9 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 
 // Rows from first + from on, to the ring. Without one, and of columns: copies of 4 bytes of each sector, through L1,
 // to memory that is not read. Loads then may find them in L1.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
 template <bool kInRing>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::FetchRelativeRows(
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::FetchRelativeRows(
     const BandTerm& term, int first, int from, uint32_t ring) const {
   constexpr int kRowBytes = 2 * kHead, kSector = 32, kWindow = R::kRingRows;
   const int thread = static_cast<int>(threadIdx.x);
@@ -60,10 +60,11 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 }
 
 // The rows of a window that begins with expanded row `first`.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
 template <bool kInRing>
-__device__ __forceinline__ auto Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::RelativeRows(
-    const BandTerm& term, int first, int lane, uint32_t ring) const {
+__device__ __forceinline__ auto Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::RelativeRows(const BandTerm& term,
+                                                                                                 int first, int lane,
+                                                                                                 uint32_t ring) const {
   if constexpr (kInRing) {
     return RingWindow<kHead, R::kRingRows / kBandQueries>(ring, first, lane);
   } else {
@@ -72,8 +73,8 @@ __device__ __forceinline__ auto Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 }
 
 // Gives whether it has added Q Kᵀ, too: with products of keys, whose operands it reads.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::AddRelativeTerms(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::AddRelativeTerms(
     int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) {
   // What depends on the lane is computed for each tile again: registers do not suffice to keep it.
   int lane = lane_;

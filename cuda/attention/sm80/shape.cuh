@@ -18,6 +18,10 @@ constexpr float kLowest = -3.4028234663852886e38f;
 // (FlashAttention 4 has the same idea).
 constexpr float kSlack = 8.0f;
 
+// What a kernel computes scores of: the inputs alone, these and relative terms (cuda/attention/relative/), or codes in
+// int8 (cuda/attention/int8/).
+enum class Sm80Scores { kPlain, kRelative, kInt8 };
+
 // In CTAs of 128 rows a warp has 32 rows: it reads keys and values half as often as with 16, which bounds dense
 // attention. With biases, or heads above 128, the registers suffice for 16 rows alone. CTAs of 64 rows, half a mask
 // tile, have warps of 16 rows: with few tile rows they use twice as many SMs.
@@ -74,6 +78,19 @@ struct Sm80RelativeShape {
   STOF_HD static constexpr int SharedBytes(int stages, int rings) {
     return kRelative ? PrefetchBegin(stages) + 4 * S::kThreads + rings * kRingBytes : S::SharedBytes(stages);
   }
+};
+
+// Shared memory of kernels with queries and keys in int8. A row of them is one of half as many 16-bit words: mma.sync
+// of 32 bytes has the fragments of mma.sync of 16 words. The scales of a KV tile are behind its keys.
+template <int kHead, int kRows>
+struct Sm80Int8Shape {
+  using S = Sm80Shape<kHead, false, kRows>;
+  static constexpr int kWords = kHead / 2;
+  static constexpr int kScales = S::kN * kHead, kScaleBytes = 128;  // rows begin at multiples of 128 bytes
+  static constexpr int kQueryBytes = S::kM * kHead, kKeyBytes = kScales + kScaleBytes, kValueBytes = 2 * S::kStage;
+  static constexpr int kQueryScales = kQueryBytes + S::kStages * (kKeyBytes + kValueBytes);
+  static constexpr int kSharedBytes = kQueryScales + 4 * S::kM;
+  static_assert(2 * S::kM * kHead <= kQueryScales, "outputs are staged there");
 };
 
 // The element offset of chunk c of a row, swizzled: the chunks of a column are in different banks.

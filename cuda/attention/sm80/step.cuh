@@ -9,21 +9,21 @@
 namespace stof {
 namespace cuda {
 
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::Scores(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::Scores(
     int tile, uint32_t keys, float (&s)[S::kBlocks][kColumns][4]) {
 #pragma unroll
   for (int i = 0; i < S::kBlocks; ++i) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) s[i][j][e] = kInt8 ? kInt8ZeroFloat : 0.0f;
     }
   }
   if constexpr (kRelative) {
     if (AddRelativeTerms(tile, keys, s)) return;
   }
-  const uint32_t first = keys + 2 * SwizzledOffset<kHead>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
+  const uint32_t first = keys + 2 * SwizzledOffset<kWords>(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2);
   constexpr int kAtOnce = S::kLargeHead ? (S::kM < kTileRows ? 8 : 4) : kSteps;  // more would need more registers
 #pragma unroll kAtOnce
   for (int k = 0; k < kSteps; ++k) {
@@ -32,18 +32,24 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 #pragma unroll
     for (int j = 0; j < kColumns; j += 2) {
       uint32_t b[4];
-      LoadMatrix4(b, ChunkAddress<kHead>(first, 2 * k) + 2 * 8 * j * kHead);
+      LoadMatrix4(b, ChunkAddress<kWords>(first, 2 * k) + 2 * 8 * j * kWords);
 #pragma unroll
       for (int i = 0; i < S::kBlocks; ++i) {
-        Mma<T>(s[i][j], q[i], b[0], b[1]);
-        Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
+        if constexpr (kInt8) {
+          MmaInt8(s[i][j], q[i], b[0], b[1]);
+          MmaInt8(s[i][j + 1], q[i], b[2], b[3]);
+        } else {
+          Mma<T>(s[i][j], q[i], b[0], b[1]);
+          Mma<T>(s[i][j + 1], q[i], b[2], b[3]);
+        }
       }
     }
   }
+  if constexpr (kInt8) Dequantize(tile, keys, s);
 }
 
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::ApplyMaskAndBias(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::ApplyMaskAndBias(
     const KvTile& entry, Bits* bits, bool unmasked, float (&s)[S::kBlocks][kColumns][4]) {
   if constexpr (kScoreMod && kRelative) {
     ScoreBiases<T, S::kBlocks, kColumns, true>(p_, b_, h_, row0_, entry.tile * S::kN, Row(0, 0), lane_ % 4 * 2,
@@ -71,8 +77,8 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 // Raises the row max where a score exceeds it by kSlack, and rescales outputs and sums. Gives, uniformly in the warp,
 // whether scores were replaced by the logarithms of weights: where some row max is so far from zero that its rounding
 // would show in the weights.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::RaiseMax(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::RaiseMax(
     float (&s)[S::kBlocks][kColumns][4]) {
   float factor[S::kBlocks][2];
   bool any = false, far = false;
@@ -122,8 +128,8 @@ __device__ __forceinline__ bool Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 }
 
 // The weights of 16 keys, as an operand of P V.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::ComputeWeights(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::ComputeWeights(
     int k, bool subtracted, const float (&s)[S::kBlocks][kColumns][4], uint32_t (&a)[S::kBlocks][4]) {
   const float scale = subtracted ? 1.0f : scale_;
 #pragma unroll
@@ -144,8 +150,8 @@ __device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelat
 }
 
 // 16 keys at a time, so that the special function unit overlaps the tensor cores.
-template <int kHead, typename T, bool kScoreMod, int kRows, bool kRelative>
-__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kRelative>::AddValues(
+template <int kHead, typename T, bool kScoreMod, int kRows, Sm80Scores kScores>
+__device__ __forceinline__ void Sm80Attention<kHead, T, kScoreMod, kRows, kScores>::AddValues(
     uint32_t values, bool subtracted, const float (&s)[S::kBlocks][kColumns][4]) {
   const uint32_t first = values + 2 * SwizzledOffset<kHead>(lane_ % 16, lane_ / 16);
 #pragma unroll

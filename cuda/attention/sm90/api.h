@@ -14,7 +14,7 @@
 namespace stof {
 namespace cuda {
 
-struct Int8Params;  // cuda/attention/sm90/int8/layout.h
+struct Int8Params;  // cuda/attention/int8/layout.h
 
 struct Sm90Params {
   CUtensorMap query, key, value, output;  // of tensors [B, H or G, S or T, D]

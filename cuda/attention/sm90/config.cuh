@@ -4,8 +4,8 @@
 #ifndef STOF_CUDA_ATTENTION_SM90_CONFIG_CUH_
 #define STOF_CUDA_ATTENTION_SM90_CONFIG_CUH_
 
+#include "cuda/attention/int8/layout.h"
 #include "cuda/attention/sm90/api.h"
-#include "cuda/attention/sm90/int8/layout.h"
 #include "cuda/common/math.h"
 #include "cuda/common/mma_sm90.cuh"
 #include "cuda/mask/fragments.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // TMA maps of query, key, value, output and bias; of pooled queries and keys.
 #include "cuda/attention/choose_blocks/params.h"
+#include "cuda/attention/int8/layout.h"
 #include "cuda/attention/sm90/api.h"
-#include "cuda/attention/sm90/int8/layout.h"
 #include "cuda/common/tensor_map.h"
 
 namespace stof {

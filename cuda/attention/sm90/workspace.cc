@@ -3,8 +3,7 @@
 #include <algorithm>
 
 #include "cuda/attention/choose_blocks/layout.h"
-#include "cuda/attention/sm90/int8/layout.h"
-#include "cuda/attention/sm90/int8/precision.h"
+#include "cuda/attention/int8/precision.h"
 #include "cuda/attention/workspace_bounds.h"
 #include "cuda/schedule/tile_schedule.h"
 #include "plugins/core/base/integers.h"
@@ -27,21 +26,11 @@ int64_t BoundSplitBytes(const AttentionArgs& args, const AttentionMask& mask) {
   return splits * SplitBytes(size <= 64 ? 64 : 128);
 }
 
-// Head sizes are bounds, too: a run may have the largest size of the kernels below them.
-int64_t BoundInt8Bytes(const AttentionArgs& args) {
-  AttentionArgs largest = args;
-  largest.shape.D = largest.shape.Dv = std::min(args.shape.D, args.shape.Dv) < 128 ? 64 : 128;
-  if (std::min(args.shape.D, args.shape.Dv) < 64) return 0;
-  const AttentionPrecision precision = Int8PrecisionOf(largest);
-  if (precision == AttentionPrecision::kFull) return 0;
-  return Int8Layout(largest.shape, precision == AttentionPrecision::kInt8Fp8).total;
-}
-
 }  // namespace
 
 int64_t BoundSm90Workspace(const AttentionArgs& args, const AttentionMask& mask) {
   const bool has_mask = !mask.parts.fixed.empty() || !mask.parts.dynamic.empty();
-  return std::max({BoundSplitBytes(args, mask), BoundChoosingBytes(args, has_mask), BoundInt8Bytes(args)});
+  return std::max({BoundSplitBytes(args, mask), BoundChoosingBytes(args, has_mask), BoundInt8Workspace(args)});
 }
 
 }  // namespace cuda

@@ -68,7 +68,7 @@ struct DeviceNode {
   // The operand of a role's number behind query, key and value.
   void Load(size_t input, const std::vector<int32_t>& values) {
     CHECK(values.size() * 4 == Bytes(inputs[input]), "an operand changes its size");
-    CHECK_CUDA(cudaMemcpy(inputs[input].data, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+    CopyToDevice(inputs[input].data, values.data(), values.size() * 4);
   }
   void Download(Array* found) const {
     CHECK_CUDA(cudaDeviceSynchronize());
@@ -176,7 +176,7 @@ TEST(CudaPackedSequencesInACapturedGraph) {
     other.cumulative = Ints(starts), other.first = Ints(first);
     std::fill(other.pad.bytes.begin(), other.pad.bytes.end(), 1);
     node.Load(kCumulative, starts), node.Load(kFirst, first);
-    CHECK_CUDA(cudaMemcpy(node.inputs[3].data, other.pad.bytes.data(), other.pad.bytes.size(), cudaMemcpyHostToDevice));
+    CopyToDevice(node.inputs[3].data, other.pad.bytes.data(), other.pad.bytes.size());
     CHECK_CUDA(cudaGraphLaunch(run, stream));
     Array found = PackedOutput(c);
     node.Download(&found);

@@ -154,7 +154,7 @@ class Node {
       if (tensor.data == nullptr) {
         tensor = Describe(memory.Take(part.size()), c_.dtype, {c_.B, c_.S, heads * c_.D});
       }
-      CHECK_CUDA(cudaMemcpy(tensor.data, part.data(), part.size(), cudaMemcpyHostToDevice));
+      CopyToDevice(tensor.data, part.data(), part.size());
     };
     if (is_packed) return set(in::kQuery, 0, N);
     set(in::kQuery, 0, c_.H), set(in::kKey, c_.H, c_.G), set(in::kValue, c_.H + c_.G, c_.G);
@@ -196,8 +196,7 @@ class Node {
     run.past_value = before_value = Download(outputs[2].data, count);
   }
   void SetLengths() {
-    CHECK_CUDA(cudaMemcpy(inputs[in::kSeqlens].data, run.seqlens.data(), run.seqlens.size() * sizeof(int32_t),
-                          cudaMemcpyHostToDevice));
+    CopyToDevice(inputs[in::kSeqlens].data, run.seqlens.data(), run.seqlens.size() * sizeof(int32_t));
   }
 
   Status Queue(cudaStream_t stream) {

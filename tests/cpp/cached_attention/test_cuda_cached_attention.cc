@@ -327,8 +327,8 @@ TEST(CudaCachedAttentionMarksIllegalPositions) {
         const ForcedKernel forced(cuda::AttentionRequests(), kernel);
         Node node(step, seed);
         node.run.positions[1] = position;
-        CHECK_CUDA(cudaMemcpy(node.inputs[in::kPositions].data, node.run.positions.data(),
-                              node.run.positions.size() * sizeof(int64_t), cudaMemcpyHostToDevice));
+        CopyToDevice(node.inputs[in::kPositions].data, node.run.positions.data(),
+                     node.run.positions.size() * sizeof(int64_t));
         CHECK(node.Queue(nullptr).ok(), where);
         CHECK_CUDA(cudaDeviceSynchronize());
         node.Check(where, 1);

@@ -114,7 +114,7 @@ class QuantizedNode {
   void RunAndCheck(const std::string& where, int64_t illegal = -1, int32_t seqlen = 0) {
     if (illegal >= 0) {
       const auto address = static_cast<int32_t*>(inputs_[in::kSeqlens].data) + illegal;
-      CHECK_CUDA(cudaMemcpy(address, &seqlen, sizeof(seqlen), cudaMemcpyHostToDevice));
+      CopyToDevice(address, &seqlen, sizeof(seqlen));
     }
     RunContext context;
     context.on_cuda = true;

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Further device functions on emulated CTAs, for the attention kernels: named barriers, stores by TMA, wgmma with A in
-// registers, and 8-bit wgmma with the fragments of the PTX ISA. It also stands for cuda/attention/sm90/int8/mma.cuh.
+// registers, and 8-bit wgmma with the fragments of the PTX ISA. It also stands for cuda/attention/sm90/int8/mma.cuh
+// and cuda/attention/int8/convert.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "tests/cpp/int8_attention/float8.h"
 
 #define STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_
+#define STOF_CUDA_ATTENTION_INT8_CONVERT_CUH_
 
 struct alignas(16) float4 {
   float x, y, z, w;
@@ -165,7 +167,6 @@ static Byte InnerByte(uint64_t operand, int row, int k) {
   return ReadShared<Byte>(Swizzle(AddressOf(operand) + static_cast<uint32_t>(row * span + k), span));
 }
 
-constexpr float kInt8ZeroFloat = 12582912.0f;
 static inline void WgmmaInt8(float (&c)[64], uint64_t a, uint64_t b) {
   const auto lane = static_cast<int>(test::emulated_sm90::Lane()),
              warp = static_cast<int>(test::emulated_sm90::Thread().x) / 32 % 4;

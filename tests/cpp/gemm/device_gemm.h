@@ -32,10 +32,13 @@ class GuardedMemory {
   char* data() const { return static_cast<char*>(memory_) + begin_; }
   size_t begin() const { return begin_; }
   size_t bytes() const { return bytes_; }
-  void Poison() { CHECK_CUDA(cudaMemset(memory_, kPoison, Total())); }
+  void Poison() {
+    CHECK_CUDA(cudaMemset(memory_, kPoison, Total()));
+    CHECK_CUDA(cudaDeviceSynchronize());  // streams of runs do not wait for it
+  }
   void Write(const std::vector<char>& bytes) {
     if (bytes.empty()) return;
-    CHECK_CUDA(cudaMemcpy(data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+    CopyToDevice(data(), bytes.data(), bytes.size());
   }
   // All of it, guard bands too.
   std::vector<char> Read() const { return ReadFrom(0, Total()); }

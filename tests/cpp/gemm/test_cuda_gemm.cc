@@ -25,7 +25,7 @@ void RunDevice(const Case& c, int repeats) {
   std::vector<Tensor> inputs;
   for (const Host& host : p.inputs) {
     char* const at = static_cast<char*>(memory.Take(host.bytes.size() + shift)) + shift;
-    CHECK_CUDA(cudaMemcpy(at, host.bytes.data(), host.bytes.size(), cudaMemcpyHostToDevice));
+    CopyToDevice(at, host.bytes.data(), host.bytes.size());
     inputs.push_back(host.View(at));
   }
   const int count = static_cast<int>(inputs.size());

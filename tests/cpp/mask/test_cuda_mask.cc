@@ -379,6 +379,7 @@ struct Small {
   void ClearOutput() {
     CHECK_CUDA(
         cudaMemset(args.output.data, 0xff, static_cast<size_t>(args.shape.B * args.shape.H * args.shape.S * 128)));
+    CHECK_CUDA(cudaDeviceSynchronize());  // streams of runs wait neither for this nor for copies of operands before it
   }
 };
 

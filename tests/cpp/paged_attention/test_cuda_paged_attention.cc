@@ -77,7 +77,7 @@ class Node {
     for (size_t i = 0; i < host.size(); ++i) {
       if (host[i].dtype == DType::kUndefined || i == in::kMetadata) continue;
       CHECK(Bytes(host[i]) == Bytes(inputs[i]), "input ", i, " changes its size");
-      CHECK_CUDA(cudaMemcpy(inputs[i].data, host[i].data, Bytes(host[i]), cudaMemcpyHostToDevice));
+      CopyToDevice(inputs[i].data, host[i].data, Bytes(host[i]));
     }
   }
   Status Queue(cudaStream_t stream) {

@@ -49,7 +49,7 @@ class Runner {
     sizes_ = {c.B, c.H, c.S, c.T, c.P()};
     if (c.padding == Padding::kNone) return;
     void* const pad = memory_.Take(p.pad.size());
-    CHECK_CUDA(cudaMemcpy(pad, p.pad.data(), p.pad.size(), cudaMemcpyHostToDevice));
+    CopyToDevice(pad, p.pad.data(), p.pad.size());
     pad_.data = pad, pad_.dtype = DType::kBool, pad_.rank = 2, pad_.dims[0] = c.B, pad_.dims[1] = c.T;
   }
 
@@ -100,7 +100,7 @@ class Runner {
     std::vector<char> bytes(values.size() * 2);
     for (size_t i = 0; i < values.size(); ++i) StoreFloat(c_.dtype, values[i], &bytes[2 * i]);
     void* const block = memory_.Take(bytes.size());
-    CHECK_CUDA(cudaMemcpy(block, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+    CopyToDevice(block, bytes.data(), bytes.size());
     return block;
   }
   static SkipCounts Counts() {

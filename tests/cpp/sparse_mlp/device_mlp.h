@@ -151,7 +151,7 @@ class Device {
 
   void* Place(const void* from, size_t bytes, size_t shift) {
     void* const to = Take(bytes, shift);
-    CHECK_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    CopyToDevice(to, from, bytes);
     return to;
   }
   void* Place(const Values& values, size_t shift) { return Place(values.bytes.data(), values.bytes.size(), shift); }

@@ -206,8 +206,7 @@ TEST(CudaSparseMlpGraph) {
         own.density = density;
         Problem next(own, 11);
         next.input = problem.input, next.up_weight = problem.up_weight, next.down_weight = problem.down_weight;
-        CHECK_CUDA(cudaMemcpy(const_cast<void*>(args.gate), next.gate.bytes.data(), next.gate.bytes.size(),
-                              cudaMemcpyHostToDevice));
+        CopyToDevice(const_cast<void*>(args.gate), next.gate.bytes.data(), next.gate.bytes.size());
         const std::string here = Text(where, " replayed at density ", density);
         for (int run = 0; run < 3; ++run) CHECK_CUDA(cudaGraphLaunch(instance, device.stream()));
         const std::vector<char> replayed = device.Download(args, here, &failures);
@@ -243,8 +242,7 @@ TEST(CudaSparseMlpPredictorGraph) {
     CHECK_CUDA(cudaGraphInstantiate(&instance, graph, 0));
     for (const uint64_t seed : {12, 13}) {
       problem.input = Problem(c, seed).input;
-      CHECK_CUDA(cudaMemcpy(const_cast<void*>(args.input), problem.input.bytes.data(), problem.input.bytes.size(),
-                            cudaMemcpyHostToDevice));
+      CopyToDevice(const_cast<void*>(args.input), problem.input.bytes.data(), problem.input.bytes.size());
       const std::string here = Text(where, " replayed with input ", seed);
       for (int run = 0; run < 3; ++run) CHECK_CUDA(cudaGraphLaunch(instance, device.stream()));
       const std::vector<char> replayed = device.Download(args, here, &failures);

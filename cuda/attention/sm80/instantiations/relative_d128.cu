@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD128(const KernelProblem& problem) { return FindSm80<128, true>(problem); }
+KernelTable FindSm80RelativeD128(const KernelProblem& problem) { return FindSm80<128, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD160(const KernelProblem& problem) { return FindSm80<160, true>(problem); }
+KernelTable FindSm80RelativeD160(const KernelProblem& problem) { return FindSm80<160, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

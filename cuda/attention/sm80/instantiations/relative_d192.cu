@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD192(const KernelProblem& problem) { return FindSm80<192, true>(problem); }
+KernelTable FindSm80RelativeD192(const KernelProblem& problem) { return FindSm80<192, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD256(const KernelProblem& problem) { return FindSm80<256, true>(problem); }
+KernelTable FindSm80RelativeD256(const KernelProblem& problem) { return FindSm80<256, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

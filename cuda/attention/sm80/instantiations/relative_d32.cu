@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD32(const KernelProblem& problem) { return FindSm80<32, true>(problem); }
+KernelTable FindSm80RelativeD32(const KernelProblem& problem) { return FindSm80<32, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

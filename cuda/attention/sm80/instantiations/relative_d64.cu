@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD64(const KernelProblem& problem) { return FindSm80<64, true>(problem); }
+KernelTable FindSm80RelativeD64(const KernelProblem& problem) { return FindSm80<64, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

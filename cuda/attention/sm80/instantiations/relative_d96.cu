@@ -4,7 +4,7 @@
 namespace stof {
 namespace cuda {
 
-KernelTable FindSm80RelativeD96(const KernelProblem& problem) { return FindSm80<96, true>(problem); }
+KernelTable FindSm80RelativeD96(const KernelProblem& problem) { return FindSm80<96, Sm80Scores::kRelative>(problem); }
 
 }  // namespace cuda
 }  // namespace stof

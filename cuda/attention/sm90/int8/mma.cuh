@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Wrappers of 8-bit wgmma of compute capability 9.0a, of conversions to fp8, and of bulk copies.
+// Wrappers of 8-bit wgmma of compute capability 9.0a, and of bulk copies.
 #ifndef STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_
 #define STOF_CUDA_ATTENTION_SM90_INT8_MMA_CUH_
 
@@ -17,29 +17,12 @@ __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, uint32_
                : "memory");
 }
 
-// Four numbers in e4m3, the first in the lowest byte; rounds to nearest even, up to 448 at most.
-__device__ __forceinline__ uint32_t PackFp8(float x0, float x1, float x2, float x3) {
-  uint32_t word;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}\n"
-      : "=r"(word)
-      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-  return word;
-}
-
 // The operand of a descriptor's low word whose swizzled rows have kSpan bytes, 128 or 64. Eight rows are an atom.
 template <int kSpan>
 __device__ __forceinline__ uint64_t InnerOperand(uint32_t low) {
   static_assert(kSpan == 128 || kSpan == 64, "rows of a swizzle");
   return uint64_t{8 * kSpan >> 4 | (kSpan == 128 ? 1u : 2u) << 30} << 32 | low;
 }
-
-// int32 accumulators start from this number, the bits of 3 * 2^22 as a float: below 2^22 in magnitude, sums of products
-// then are floats that exceed 3 * 2^22 by themselves. A conversion would take the unit of the exponentials.
-constexpr uint32_t kInt8Zero = 0x4b400000u;
-constexpr float kInt8ZeroFloat = 12582912.0f;
 
 #define STOF_B4(c, i)                                                                   \
   "+r"(reinterpret_cast<uint32_t&>(c[i])), "+r"(reinterpret_cast<uint32_t&>(c[i + 1])), \

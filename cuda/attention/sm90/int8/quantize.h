@@ -5,7 +5,6 @@
 
 #include "cuda/attention/job.h"
 #include "cuda/attention/sm90/api.h"
-#include "cuda/attention/sm90/int8/layout.h"
 
 namespace stof {
 namespace cuda {
@@ -13,12 +12,6 @@ namespace cuda {
 // Queues the kernels that quantize the operands into workspace of the job. Sets scales and TMA maps of params, whose
 // `attention` is complete. False where the driver has no TMA, or a tensor cannot be described: nothing is queued.
 Status QuantizeOperands(AttentionJob* job, Sm90Params* params, bool* is_described);
-
-// The 8-bit operands of an attention in memory of Int8Layout's size.
-Int8Params DescribeOperands(const AttentionParams& attention, const AttentionShape& shape, bool fp8, char* memory);
-
-// LaunchQuantize, in a build with sm_90a.
-int QueueQuantization(const Int8Params& params, bool bf16, void* stream);
 
 }  // namespace cuda
 }  // namespace stof

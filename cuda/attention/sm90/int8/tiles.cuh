@@ -4,6 +4,7 @@
 #ifndef STOF_CUDA_ATTENTION_SM90_INT8_TILES_CUH_
 #define STOF_CUDA_ATTENTION_SM90_INT8_TILES_CUH_
 
+#include "cuda/attention/int8/convert.cuh"
 #include "cuda/attention/sm90/kernel.cuh"
 
 namespace stof {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which problems the sm_90a kernels with 8-bit operands take. Plain C++.
-#ifndef STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
-#define STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
+// Which problems the kernels with 8-bit operands take. Plain C++.
+#ifndef STOF_CUDA_ATTENTION_INT8_PRECISION_H_
+#define STOF_CUDA_ATTENTION_INT8_PRECISION_H_
+
+#include <cstdint>
 
 #include "plugins/core/contract/attention_args.h"
 
@@ -12,6 +14,9 @@ namespace cuda {
 // operands computes the problem.
 AttentionPrecision Int8PrecisionOf(const AttentionArgs& args);
 
+// An upper bound of the bytes of 8-bit operands for these arguments and smaller ones.
+int64_t BoundInt8Workspace(const AttentionArgs& args);
+
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_ATTENTION_SM90_INT8_PRECISION_H_
+#endif  // STOF_CUDA_ATTENTION_INT8_PRECISION_H_

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 8-bit operands of an attention in device memory: what the quantization kernels write and the sm_90a kernels read
-// (docs/design/attention-8bit.md). Plain C++.
-#ifndef STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
-#define STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
+// The 8-bit operands of an attention in device memory: what the quantization kernels write, and the sm_90a and sm_80
+// kernels read (docs/design/attention-8bit.md). Plain C++.
+#ifndef STOF_CUDA_ATTENTION_INT8_LAYOUT_H_
+#define STOF_CUDA_ATTENTION_INT8_LAYOUT_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -16,12 +16,16 @@ namespace cuda {
 
 constexpr int kInt8TileKeys = 128;  // keys of a KV tile of every kernel with 8-bit operands
 
+// int32 accumulators start from the bits of this float, 3 * 2^22: below 2^22 in magnitude, sums of products then are
+// floats that exceed it by themselves. A conversion would take the unit of the exponentials.
+constexpr float kInt8ZeroFloat = 12582912.0f;
+
 // Scales of a KV tile: of its key groups, then of its values, a power of two, its inverse and its logarithm; padded for
 // a bulk copy.
 constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kValueInverse = 9, kValueLog = 10, kTileScales = 12;
 
-// The group of a key of a tile: a thread of the sm_90a kernels has the scores of two keys in every eight, and so meets
-// one group among the first eight keys and one among the others. An attention sink raises the scale of two keys.
+// The group of a key of a tile: a thread has the scores of two keys in every eight, of wgmma as of mma.sync, and so
+// meets one group among the first eight keys and one among the others. An attention sink raises the scale of two keys.
 STOF_HD constexpr int KeyGroupOf(int key) { return (key < 8 ? 0 : 4) + key % 8 / 2; }
 
 // Where the transposed values of a tile have a key: the order in which a thread's scores are its A fragment of an 8-bit
@@ -57,6 +61,14 @@ struct Int8Layout {
   }
 };
 
+// The scales that kernels of mma.sync read.
+struct Int8Scales {
+  const float* query = nullptr;   // Int8Layout::query_scales
+  const float* shifts = nullptr;  // Int8Layout::query_shifts; nullptr: not wanted
+  const float* tile = nullptr;    // Int8Layout::tile_scales
+  int32_t tiles = 0;              // of a head
+};
+
 struct Int8Params {
   AttentionParams attention;
   int32_t tiles = 0;  // KV tiles of a head
@@ -75,4 +87,4 @@ int LaunchQuantize(const Int8Params& params, bool bf16, void* stream);
 
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_ATTENTION_SM90_INT8_LAYOUT_H_
+#endif  // STOF_CUDA_ATTENTION_INT8_LAYOUT_H_

@@ -2,11 +2,11 @@
 // The kernels that quantize the operands of an attention: queries and keys to int8, values to e4m3, transposed
 // (docs/design/attention-8bit.md). They are limited by memory: they read every operand once, and up to kMeanKeys keys
 // of a head twice.
-#ifndef STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
-#define STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
+#ifndef STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_
+#define STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_
 
-#include "cuda/attention/sm90/int8/layout.h"
-#include "cuda/attention/sm90/int8/mma.cuh"
+#include "cuda/attention/int8/convert.cuh"
+#include "cuda/attention/int8/layout.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/math.h"
 
@@ -378,4 +378,4 @@ __global__ void __launch_bounds__(kThreads, STOF_QUANTIZE_CTAS)
 }  // namespace int8
 }  // namespace cuda
 }  // namespace stof
-#endif  // STOF_CUDA_ATTENTION_SM90_INT8_QUANTIZE_CUH_
+#endif  // STOF_CUDA_ATTENTION_INT8_QUANTIZE_CUH_

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 8-bit operands of a run, in its workspace.
+#ifndef STOF_CUDA_ATTENTION_INT8_OPERANDS_H_
+#define STOF_CUDA_ATTENTION_INT8_OPERANDS_H_
+
+#include "cuda/attention/int8/layout.h"
+#include "cuda/attention/job.h"
+
+namespace stof {
+namespace cuda {
+
+// The 8-bit operands of an attention in memory of Int8Layout's size. has_fp8_values: values in e4m3, too.
+Int8Params DescribeOperands(const AttentionParams& attention, const AttentionShape& shape, bool has_fp8_values,
+                            char* memory);
+
+// Places the operands of an attention, whose parameters are complete, in workspace of the job: what LaunchQuantize
+// writes.
+Status PlaceOperands(AttentionJob* job, const AttentionParams& attention, bool has_fp8_values, Int8Params* params);
+
+}  // namespace cuda
+}  // namespace stof
+#endif  // STOF_CUDA_ATTENTION_INT8_OPERANDS_H_
