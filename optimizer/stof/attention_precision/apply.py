@@ -11,25 +11,26 @@ from pathlib import Path
 import onnx
 
 from stof.arguments.precisions import BF16, Precision
-from stof.attention_precision.errors import SiteError, measure_errors
+from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
 from stof.gemm_precision.apply import judge_gemms, put_gemms, report_gemms
 from stof.gemm_precision.errors import measure_gemm_errors
-from stof.gemm_precision.report import GemmReport
 from stof.gemm_precision.sites import FoundGemms, find_gemms
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
+from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.precision_report import PrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
+from stof.verification.site_error import SiteError
 
 _MOST_SETS = 4  # whose errors are measured: the longest
 _MOST_DRAWN = 2

@@ -10,12 +10,12 @@ import onnx
 from onnx import helper
 
 from stof.arguments.precisions import Precision
-from stof.attention_precision.errors import SiteError
 from stof.errors import ArgumentError
 from stof.fusion.emit import GEMM, apply_edit, make_edit
-from stof.gemm_precision.report import GemmReport, GemmRow
 from stof.gemm_precision.sites import FoundGemms
 from stof.graph.index import DOMAIN
+from stof.sparsify.gemm_report import GemmReport, GemmRow
+from stof.verification.site_error import SiteError
 
 METADATA = "stof_gemm_precision"
 MeasureErrors = Callable[[FoundGemms], Mapping[str, SiteError]]

@@ -13,7 +13,6 @@ import onnx
 from onnx import helper, numpy_helper
 
 from stof.arguments.precisions import Precision
-from stof.attention_precision.errors import SiteError
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
@@ -28,6 +27,7 @@ from stof.runtime.library import Op, Tensor, call, tensor_of
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measured_sets import MeasuredSets
 from stof.verification.array_distance import largest_number, relative_rms
+from stof.verification.site_error import SiteError
 
 _MOST_ROWS = 128  # of each GEMM
 _MOST_TOKENS = 512  # of a prompt

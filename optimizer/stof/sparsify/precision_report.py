@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stof.arguments.precisions import Precision
-from stof.gemm_precision.report import GemmReport
 from stof.prompts.loss import Loss
+from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.threshold_report import OutputCosines, number_ranges
 
 _OVER_CACHES = ("StofCachedAttention", "StofPagedAttention")  # whose few queries a step are computed in fp32
