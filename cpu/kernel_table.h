@@ -12,6 +12,7 @@ struct AppendKernels;
 struct AttentionKernels;
 struct ChainKernels;
 struct GemmKernels;
+struct PackedGemmBf16Kernels;
 struct PackedGemmKernels;
 struct PagesKernels;
 struct QuantizedAttentionKernels;
@@ -26,6 +27,7 @@ struct KernelTable {
   const ChainKernels* chain = nullptr;
   const GemmKernels* gemm = nullptr;
   const PackedGemmKernels* packed_gemm = nullptr;
+  const PackedGemmBf16Kernels* packed_gemm_bf16 = nullptr;  // sets without bf16 instructions have none
   const SparseMlpKernels* sparse_mlp = nullptr;
   const QuantizedAttentionKernels* quantized_attention = nullptr;
 };

@@ -12,6 +12,7 @@
 #include "cpu/attention/packed_type.h"
 #include "cpu/attention/register_block.h"
 #include "cpu/attention/scratch.h"
+#include "cpu/simd/bf16.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/quantized.h"
 
@@ -24,22 +25,6 @@ constexpr int kDepth = 4;
 #else
 constexpr int kDepth = 2;
 #endif
-
-// Rounds to nearest even; NaN stays NaN. Instructions take subnormal numbers as 0.
-inline void RoundToBf16(const float* from, int64_t count, Bf16* to) {
-  int64_t i = 0;
-#if defined(__AVX512BF16__)
-  for (; i + 16 <= count; i += 16) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to + i),
-                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i))));
-  }
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-  for (; i + 4 <= count; i += 4) {
-    vst1_bf16(reinterpret_cast<bfloat16_t*>(to + i), vcvt_bf16_f32(vld1q_f32(from + i)));
-  }
-#endif
-  for (; i < count; ++i) to[i] = FloatToBfloat16(from[i]);
-}
 
 // A row of any type as bf16. floats: scratch of the row's size.
 inline void ToBf16(const char* from, DType dtype, int64_t count, float* floats, Bf16* to) {

@@ -1,23 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/attention/bf16_kernels.h"
 
-#include "cpu/isa.h"
+#include "cpu/bf16_isa.h"
 #include "cpu/kernel_table.h"
-#include "cpu/tile_permission.h"
 
 namespace stof {
 
 std::optional<CpuIsa> IsaOfBf16Kernels(CpuIsa isa) {
-  const cpu::AttentionKernels* const own = cpu::KernelsOf(isa).attention_bf16;
-  if (own == nullptr) return std::nullopt;
-  // Sets without kernels of their own have those of the set before.
-  while (static_cast<int>(isa) > 0) {
-    const auto before = static_cast<CpuIsa>(static_cast<int>(isa) - 1);
-    if (cpu::KernelsOf(before).attention_bf16 != own) break;
-    isa = before;
-  }
-  if (isa != CpuIsa::kAmxBf16 || cpu::MayUseTiles()) return isa;
-  return IsaOfBf16Kernels(CpuIsa::kAvx512Bf16);
+  return cpu::FindIsaOfBf16(isa, &cpu::KernelTable::attention_bf16);
 }
 
 namespace cpu {

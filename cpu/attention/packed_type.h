@@ -7,14 +7,12 @@
 
 #include "cpu/attention/attention.h"
 #include "cpu/simd/algorithms.h"
+#include "cpu/simd/bf16.h"
 #include "cpu/simd/tiles.h"
 
 namespace stof {
 namespace cpu {
 namespace {
-
-// bf16 is moved as floats of two numbers by functions that pack fp32.
-typedef uint16_t Bf16 __attribute__((may_alias));
 
 #if defined(STOF_BF16_MATMULS)
 constexpr bool kRoundsToBf16 = true;

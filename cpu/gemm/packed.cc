@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <new>
 
+#include "cpu/gemm/packed_bf16.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/base/parallel_for.h"
@@ -18,7 +19,7 @@ constexpr double kTaskOperations = 4e5;  // some 5 us
 
 }  // namespace
 
-void CpuPackedWeights::Free::operator()(float* panels) const {
+void CpuPackedWeights::Free::operator()(char* panels) const {
   ::operator delete[](panels, std::align_val_t(kHugePage));
 }
 
@@ -27,28 +28,41 @@ bool CpuPackedWeights::DoesPay(CpuIsa isa, int64_t N, int64_t K) {
   return N > 0 && K > 0 && RoundUp(N, cpu::KernelsOf(isa).packed_gemm->vector) <= 2 * N;
 }
 
-bool CpuPackedWeights::Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K) {
-  panels_.reset();
-  if (!DoesPay(isa, N, K)) return false;
-  const cpu::PackedGemmKernels& kernels = *cpu::KernelsOf(isa).packed_gemm;
+template <typename Kernels, typename T>
+bool CpuPackedWeights::PackPanels(const Kernels& kernels, const float* b0, const float* b1, int64_t stride, int64_t N,
+                                  int64_t depth) {
   const int64_t padded = RoundUp(N, kernels.vector);
-  const int64_t products = b1 != nullptr ? 2 : 1;
-  const auto bytes = static_cast<size_t>(padded * products * K) * sizeof(float);
-  void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);
-  if (memory == nullptr) return false;
-  panels_.reset(static_cast<float*>(memory));
-  // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
-  AdviseHugePages(memory, bytes / kHugePage * kHugePage);
-  float* to = panels_.get();
+  if (!Allocate(padded * count_ * depth * static_cast<int64_t>(sizeof(T)))) return false;
+  auto* to = reinterpret_cast<T*>(panels_.get());
   for (int64_t n = 0; n < N; n += kernels.columns) {
     const int64_t wide = std::min(kernels.columns, N - n), width = std::min(kernels.columns, padded - n);
     for (const float* b : {b0, b1}) {
       if (b == nullptr) continue;
-      kernels.pack(b + n, stride, K, wide, to);
-      to += K * width;
+      kernels.pack(b + n, stride, K_, wide, to);
+      to += depth * width;
     }
   }
-  isa_ = isa, N_ = N, K_ = K, count_ = products;
+  return true;
+}
+
+bool CpuPackedWeights::Pack(CpuIsa isa, bool is_bf16, const float* b0, const float* b1, int64_t stride, int64_t N,
+                            int64_t K) {
+  panels_.reset();
+  if (!DoesPay(isa, N, K)) return false;
+  isa_ = isa, is_bf16_ = is_bf16, N_ = N, K_ = K, count_ = b1 != nullptr ? 2 : 1;
+  const cpu::KernelTable& table = cpu::KernelsOf(isa);
+  if (!is_bf16) return PackPanels<cpu::PackedGemmKernels, float>(*table.packed_gemm, b0, b1, stride, N, K);
+  const cpu::PackedGemmBf16Kernels& kernels = *table.packed_gemm_bf16;
+  return PackPanels<cpu::PackedGemmBf16Kernels, uint16_t>(kernels, b0, b1, stride, N, RoundUp(K, kernels.depth));
+}
+
+bool CpuPackedWeights::Allocate(int64_t count) {
+  const auto bytes = static_cast<size_t>(count);
+  void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);
+  if (memory == nullptr) return false;
+  panels_.reset(static_cast<char*>(memory));
+  // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
+  AdviseHugePages(memory, bytes / kHugePage * kHugePage);
   return true;
 }
 
@@ -58,10 +72,11 @@ size_t CpuPackedGemmWorkspace(int threads) {
 
 void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weights, void* workspace,
                    const Parallel& parallel) {
+  if (weights.is_bf16()) return cpu::RunPackedBf16(args, weights, workspace, parallel);
   const cpu::PackedGemmKernels& kernels = *cpu::KernelsOf(weights.isa()).packed_gemm;
   cpu::PackedGemmProblem problem;
   problem.args = &args;
-  problem.panels = weights.panels();
+  problem.panels = static_cast<const float*>(weights.panels());
   problem.N = weights.N(), problem.K = weights.K(), problem.products = weights.count();
   // Blocks of as many rows each, in whole tiles.
   int64_t blocks = CeilDiv(args.M, cpu::kPackedRows);

@@ -2,9 +2,9 @@
 // GEMM by panels of constant weights, with the epilogue while the block is in the cache.
 #include <cstring>
 
+#include "cpu/gemm/epilogue.h"
 #include "cpu/gemm/packed.h"
 #include "cpu/kernel_table.h"
-#include "cpu/simd/activation.h"
 #include "cpu/simd/algorithms.h"
 #include "cpu/simd/lanes.h"
 
@@ -136,44 +136,6 @@ inline void PackedProduct(const float* a, int64_t K, const float* panel, int64_t
 // Of a panel with so many columns that count, in whole vectors.
 inline int64_t PackedWidth(int64_t wide) { return RoundUp(wide, kWidth); }
 
-struct Block {
-  const float *first, *second;
-  int64_t first_stride, second_stride;
-  float* to;  // rows N apart
-};
-
-template <typename Function>
-void Epilogue(const CpuGemmEpilogue& e, const Block& block, int64_t m0, int64_t n0, int64_t rows, int64_t wide,
-              int64_t N) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const float* const residual = e.residual != nullptr ? e.residual + (m0 + i) * N + n0 : nullptr;
-    const V row = e.row != nullptr ? Set(e.row[m0 + i]) : V{};
-    for (int64_t n = 0; n < wide; n += kWidth) {
-      const int some = static_cast<int>(Min(kWidth, wide - n));
-      const auto load = [some](const float* from) {
-        return some == kWidth ? Simd::Load(from) : Simd::LoadSome(from, some);
-      };
-      V y = Simd::Load(block.first + i * block.first_stride + n);
-      if (e.bias0 != nullptr) y = y + load(e.bias0 + n0 + n);
-      y = Function::Of(y);
-      if (block.second != nullptr) {
-        V other = Simd::Load(block.second + i * block.second_stride + n);
-        if (e.bias1 != nullptr) other = other + load(e.bias1 + n0 + n);
-        y = y * other;
-      }
-      if (e.scale != nullptr) y = y * load(e.scale + n0 + n);
-      if (e.row != nullptr) y = y * row;
-      if (residual != nullptr) y = y + load(residual + n);
-      float* const to = block.to + i * N + n;
-      if (some == kWidth) {
-        Simd::Store(to, y);
-      } else {
-        Simd::StoreSome(to, y, some);
-      }
-    }
-  }
-}
-
 // The addends of an epilogue that only adds.
 inline Addends SelectAddends(const CpuGemmEpilogue& e, int64_t m0, int64_t n0, int64_t N) {
   Addends plus;
@@ -208,9 +170,8 @@ void RunPanel(const PackedGemmProblem& p, int64_t m0, int64_t panel, float* work
     }
     return;
   }
-  const Block block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
-  WithActivation(e->activation,
-                 [&](auto function) { Epilogue<decltype(function)>(*e, block, m0, n0, rows, wide, p.N); });
+  const EpilogueBlock block = {c[0], c[1], stride[0], stride[1], args.output[0] + m0 * p.N + n0};
+  ApplyEpilogue(*e, block, m0, n0, rows, wide, p.N);
 }
 
 void PackPanel(const float* b, int64_t stride, int64_t K, int64_t wide, float* panel) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile registers of AMX as attention uses them, where a source is compiled for them. The configuration is of one
-// thread: who configures tiles releases them before it returns to its caller.
+// The tile registers of AMX as attention and GEMMs use them, where a source is compiled for them. The configuration is
+// of one thread: who configures tiles releases them before it returns to its caller.
 #ifndef STOF_CPU_SIMD_TILES_H_
 #define STOF_CPU_SIMD_TILES_H_
 
@@ -19,7 +19,7 @@ namespace {
 constexpr bool kHasTiles = true;
 
 // Tiles 0 to 3: sums, 16 rows of 16 floats. 4 and 5: factors, 16 rows of 32 bf16. 6 and 7: factors of half the depth,
-// 16 rows of 16 bf16 and 8 rows of 16 pairs.
+// 16 rows of 16 bf16 and 8 rows of 16 pairs; with LastTiles::kWholeDepth factors like 4 and 5.
 constexpr int kSumRows = 16, kSumColumns = 16, kTileDepth = 32;
 
 // The intrinsics of some compilers do not say that they read memory: what was stored before must be there.
@@ -80,6 +80,27 @@ inline void AddHalfTileProducts(const void* left, int64_t left_step, const void*
   }
 }
 
+// Adds the products of kRows blocks of 16 rows and kBlock blocks of 16 columns, each 1 or 2, over a depth of 32: sums
+// of row block i and column block j are in tile 2 i + j. A factor's step between blocks is in bytes, like that between
+// its rows.
+template <int kRows, int kBlock>
+inline void AddTileGrid(const void* left, int64_t left_step, const void* right, int64_t right_step,
+                        int64_t right_block) {
+  const char *const a = static_cast<const char*>(left), *const b = static_cast<const char*>(right);
+  _tile_loadd(4, a, left_step);
+  _tile_loadd(6, b, right_step);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kBlock > 1) {
+    _tile_loadd(7, b + right_block, right_step);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if constexpr (kRows > 1) {
+    _tile_loadd(5, a + 16 * left_step, left_step);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kBlock > 1) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 template <int kBlock>
 inline void StoreSumTiles(float* to, int64_t step, int64_t block_step) {
   char* const block = reinterpret_cast<char*>(to);
@@ -88,14 +109,26 @@ inline void StoreSumTiles(float* to, int64_t step, int64_t block_step) {
   if constexpr (kBlock > 2) _tile_stored(2, block + 2 * block_step, step);
   if constexpr (kBlock > 3) _tile_stored(3, block + 3 * block_step, step);
 }
+// Stores what AddTileGrid has summed. step: bytes between rows.
+template <int kRows, int kBlock>
+inline void StoreTileGrid(float* to, int64_t step) {
+  char* const at = reinterpret_cast<char*>(to);
+  _tile_stored(0, at, step);
+  if constexpr (kBlock > 1) _tile_stored(1, at + 4 * kSumColumns, step);
+  if constexpr (kRows > 1) _tile_stored(2, at + kSumRows * step, step);
+  if constexpr (kRows > 1 && kBlock > 1) _tile_stored(3, at + kSumRows * step + 4 * kSumColumns, step);
+}
 #else
 constexpr bool kHasTiles = false;
 #endif
 
+// What tiles 6 and 7 are.
+enum class LastTiles { kHalfDepth, kWholeDepth };
+
 // Tiles are configured as long as it lives. Without tiles it does nothing.
 class ConfiguredTiles {
  public:
-  ConfiguredTiles() {
+  explicit ConfiguredTiles([[maybe_unused]] LastTiles last = LastTiles::kHalfDepth) {
 #if defined(STOF_TILES)
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -103,6 +136,7 @@ class ConfiguredTiles {
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
     } config;
     static_assert(sizeof(config) == 64);
+    if (last == LastTiles::kWholeDepth) config.row_bytes[6] = 64, config.rows[7] = 16;
     _tile_loadconfig(&config);
 #endif
   }

@@ -142,7 +142,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-bf16",
         action="store_true",
-        help="let attention compute its matmuls in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
+        help="let attention, and matmuls by constants, compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
     )
 
 
@@ -213,7 +213,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--max-error",
         type=_divergence,
         metavar="X",
-        help="largest relative RMS error of an attention, against fp64, with which it takes --allow-bf16 (0.01)",
+        help="largest relative RMS error of an attention or a GEMM, against fp64, with which it takes --allow-bf16 (0.01)",
     )
     group.add_argument(
         "--max-kl",
@@ -240,7 +240,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--force",
         action="store_true",
-        help="write the model beyond --max-kl and --min-cosine, too; with --allow-bf16 also attention whose error is not known",
+        help="write the model beyond --max-kl and --min-cosine, too; with --allow-bf16 also what has no known error",
     )
 
 

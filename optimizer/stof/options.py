@@ -95,8 +95,9 @@ class Options:
             library, on target "cpu".
         capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
-        allow_bf16: attention may compute its matmuls in bf16 with sums in fp32, on CPUs with instructions for it; outputs change.
-        max_error: the largest relative RMS error of an attention, against fp64, with which it takes that.
+        allow_bf16: attention, and matmuls by constant weights, may compute in bf16 with sums in fp32, on CPUs that have
+            instructions for it; outputs change.
+        max_error: the largest relative RMS error of an attention or a GEMM, against fp64, with which it takes that.
         json: a file for the report as JSON; "-": standard output.
         report: a file for the report as an HTML page for people.
         time: time the original and the result in ONNX Runtime, once the result is written.

@@ -206,7 +206,8 @@ def _plan_of(report: Report, job: Job, stages: Sequence[Stage]) -> Plan:
     options, masks = job.options, job.run_time_masks
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
-    precisions = None if report.attention_precision is None else report.attention_precision.by_plan()
+    found = report.attention_precision
+    precisions = (None, None) if found is None else (found.by_plan(), found.gemms_by_plan())
     return Plan(
         entries,
         options.tuned_for,
@@ -215,7 +216,7 @@ def _plan_of(report: Report, job: Job, stages: Sequence[Stage]) -> Plan:
         stated_thresholds(report),
         clauses,
         options.dequantize_attention,
-        precisions,
+        *precisions,
     )
 
 
@@ -246,12 +247,13 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
         raise ArgumentError(
             f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
         )
-    if plan.attention_precision and not options.allow_bf16:
-        name, precision = next(iter(plan.attention_precision.items()))
-        raise ArgumentError(
-            f"the plan computes attention in {precision.name}, that of {name!r} for instance, and "
-            f"{precision.option} is not given; give it, or take attention_precision out of the plan"
-        )
+    for key, what, chosen in plan.precisions():
+        if chosen and not options.allow_bf16:
+            name, precision = next(iter(chosen.items()))
+            raise ArgumentError(
+                f"the plan computes {what} in {precision.name}, that of {name!r} for instance, and "
+                f"{precision.option} is not given; give it, or take {key} out of the plan"
+            )
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:

@@ -23,7 +23,7 @@ FORMAT = "stof-plan"
 VERSION = 1
 _CLAUSES = "threshold_clauses"
 _DEQUANTIZES = "dequantize_attention"
-_PRECISION = "attention_precision"
+_PRECISION, _GEMM_PRECISION = "attention_precision", "gemm_precision"
 
 
 class PlanEntry(Protocol):
@@ -76,10 +76,15 @@ class Plan:
     dequantizes_attention: bool = False  # it is for --dequantize-attention
     # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 decides.
     attention_precision: Mapping[str, Precision] | None = None
+    gemm_precision: Mapping[str, Precision] | None = None  # the same of matmuls by constant weights, by their names
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
         return next((e for e in self.entries.get(key, ()) if e.name == name), None)
+
+    def precisions(self) -> tuple[tuple[str, str, Mapping[str, Precision] | None], ...]:
+        """The plan's keys of precisions, what they are of, and what it decides."""
+        return (_PRECISION, "attention", self.attention_precision), (_GEMM_PRECISION, "GEMMs", self.gemm_precision)
 
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""
@@ -89,8 +94,9 @@ class Plan:
         data |= {_DEQUANTIZES: True} if self.dequantizes_attention else {}
         data |= {_CLAUSES: list(self.threshold_clauses)} if self.threshold_clauses else {}
         data |= {kind.plan_key: dict(found) for kind in KINDS if (found := self.thresholds.get(kind))}
-        if self.attention_precision is not None:
-            data[_PRECISION] = {name: precision.name for name, precision in self.attention_precision.items()}
+        for key, _, chosen in self.precisions():
+            if chosen is not None:
+                data[key] = {name: precision.name for name, precision in chosen.items()}
         data |= {key: [e.to_json() for e in entries] for key, entries in self.entries.items()}
         return strict_json.dumps(data, indent=2)
 
@@ -141,6 +147,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             _DEQUANTIZES,
             _CLAUSES,
             _PRECISION,
+            _GEMM_PRECISION,
             *(kind.plan_key for kind in KINDS),
             *formats,
         },
@@ -165,9 +172,9 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     if any(not isinstance(clause, str) for clause in clauses):
         raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
     dequantizes = fields.take(_DEQUANTIZES, bool, False)
-    precisions = _read_precisions(fields)
+    precisions = [_read_precisions(fields, key) for key in (_PRECISION, _GEMM_PRECISION)]
     sparsity = fields.text("sparsity", "")
-    return Plan(entries, target, emission, sparsity, thresholds, tuple(clauses), dequantizes, precisions)
+    return Plan(entries, target, emission, sparsity, thresholds, tuple(clauses), dequantizes, *precisions)
 
 
 def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
@@ -183,15 +190,15 @@ def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
     return thresholds
 
 
-def _read_precisions(fields: Fields) -> dict[str, Precision] | None:
-    """The precisions of attentions, by the names of their operators; None: the plan does not decide about them."""
-    if _PRECISION not in fields.data:
+def _read_precisions(fields: Fields, key: str) -> dict[str, Precision] | None:
+    """The precisions of attentions or GEMMs, by the names of their operators; None: the plan does not decide about them."""
+    if key not in fields.data:
         return None
     precisions: dict[str, Precision] = {}
-    for name, value in fields.take(_PRECISION, dict, None).items():
+    for name, value in fields.take(key, dict, None).items():
         if not isinstance(value, str) or value not in PRECISIONS:
             names = " or ".join(quoted(known) for known in PRECISIONS)
-            raise ArgumentError(f"{fields.where} has {_PRECISION}[{name!r}] {quoted(value)}, expected {names}")
+            raise ArgumentError(f"{fields.where} has {key}[{name!r}] {quoted(value)}, expected {names}")
         precisions[name] = PRECISIONS[value]
     return precisions
 

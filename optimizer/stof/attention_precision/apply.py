@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets attentions of an optimized model compute in reduced precision where their errors are small, and measures the loss."""
+"""Lets attentions and GEMMs of an optimized model compute in reduced precision where errors are small, and measures the loss."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from pathlib import Path
 import onnx
 
 from stof.arguments.precisions import BF16, Precision
-from stof.attention_precision.errors import SiteError, measure_errors
+from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
+from stof.gemm_precision.apply import judge_gemms, put_gemms, report_gemms
+from stof.gemm_precision.errors import measure_gemm_errors
+from stof.gemm_precision.sites import FoundGemms, find_gemms
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
+from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
+from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.precision_report import PrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
+from stof.verification.site_error import SiteError
 
 _MOST_SETS = 4  # whose errors are measured: the longest
 _MOST_DRAWN = 2
@@ -36,7 +42,7 @@ def allowed_precision(options: Options) -> Precision | None:
 
 
 def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> PrecisionReport | None:
-    """Has the report say which attentions may compute in reduced precision, before errors are measured; gives that part of it.
+    """Has the report say what may compute in reduced precision, before errors are measured; gives that part of it.
 
     Raises:
         ArgumentError: when the library does not know it, or the plan is of another model.
@@ -52,7 +58,14 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
     rows = find_precision_rows(stages[-1].written, stages[-1].facts, precision, names)
     found.rows = rows
+    found.gemms = _report_gemms(find_gemms(stages[-1].written, stages[-1].facts), job, precision)
     return found
+
+
+def _report_gemms(gemms: FoundGemms, job: Job, precision: Precision) -> GemmReport:
+    planned = None if job.plan is None else job.plan.gemm_precision
+    names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
+    return report_gemms(gemms, cpu_bf16_gemm_kernel(), precision, names)
 
 
 def apply_precision(
@@ -64,7 +77,7 @@ def apply_precision(
     user_inputs: Sequence[GivenFeed],
     measure: Measure,
 ) -> onnx.ModelProto:
-    """A model whose attentions may compute in the precision that options allow; itself where none does.
+    """A model whose attentions and GEMMs may compute in the precision that options allow; itself where none does.
 
     Args:
         report: gets errors, and cosines where there are inputs.
@@ -83,23 +96,31 @@ def apply_precision(
     if found is None:
         return model
     found.is_decided = True
-    if not found.reduced:
+    facts = stages[-1].facts if model is stages[-1].written else job.facts.of(model)
+    gemms = find_gemms(model, facts).checked()
+    found.gemms = _report_gemms(gemms, job, found.precision)
+    if not found.reduced and not found.gemms.reduced:
         return model
     sets = find_sets(job.model, job.prompts, user_inputs)
     is_drawn = sets is None
     with measure("errors"):
         measured = sets or _draw_sets(job, stages)
         if measured is None:
-            _judge_rows(found, job, {}, "there is nothing to measure it on; give --inputs or --prompts")
+            unknown = "there is nothing to measure it on; give --inputs or --prompts"
+            _judge_rows(found, job, {}, unknown)
+            _judge_gemms(found, job, {}, unknown)
         else:
             _measure_errors(found, job, stages, measured, folder, is_drawn=is_drawn)
+            _measure_gemms(found, job, stages, gemms, measured, folder, is_drawn=is_drawn)
     if any(row.reduced and not row.kernel for row in found.rows):
         found.warnings.append(
             f"this machine has no {found.precision.name} kernel: errors and loss, where measured, are those of full precision"
         )
-    if not found.reduced:
+    if not found.reduced and not found.gemms.reduced:
         return model
-    reduced = put_precision(model, found.precision, found.reduced)
+    reduced = put_gemms(gemms, found.precision, found.gemms.reduced) if found.gemms.reduced else model
+    if found.reduced:
+        reduced = put_precision(reduced, found.precision, found.reduced)
     if sets is not None and not sets.prompts:
         every = list(range(sets.count))
         with measure("inputs"):
@@ -124,7 +145,9 @@ def _measure_errors(
     found: PrecisionReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path, *, is_drawn: bool
 ) -> None:
     """Gives rows their errors, and full precision where these are too large or not known."""
-    some = sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
+    some = _choose_sets(sets)
+    if not found.reduced:
+        return
     try:
         measured = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
     except (ArgumentError, VerifyError) as error:
@@ -138,6 +161,41 @@ def _measure_errors(
     _judge_rows(
         found, job, measured.sites, "it lies in a subgraph, reads tensors that only the result has, or its output is 0"
     )
+
+
+def _choose_sets(sets: MeasuredSets) -> list[int]:
+    """The indices of the sets whose errors are measured: the longest."""
+    return sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
+
+
+def _measure_gemms(
+    found: PrecisionReport,
+    job: Job,
+    stages: Sequence[Stage],
+    gemms: FoundGemms,
+    sets: MeasuredSets,
+    folder: Path,
+    *,
+    is_drawn: bool,
+) -> None:
+    """Gives GEMMs their errors; those with large or unknown ones stay as they are."""
+    if not found.gemms.reduced:
+        return
+    some = _choose_sets(sets)
+    try:
+        errors = measure_gemm_errors(job, stages, gemms, found.precision, sets, some, folder)
+    except (ArgumentError, VerifyError) as error:
+        if not is_drawn:  # what the user gives has to be measured
+            raise
+        _judge_gemms(found, job, {}, str(error))
+        return
+    found.measured_on = found.measured_on or sets.describe(some)
+    _judge_gemms(found, job, errors, "its output is 0 or not finite")
+
+
+def _judge_gemms(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:
+    is_planned = job.plan is not None and job.plan.gemm_precision is not None
+    judge_gemms(found.gemms, sites, found.max_error, unknown, is_planned=is_planned, force=job.options.force)
 
 
 def _judge_rows(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:

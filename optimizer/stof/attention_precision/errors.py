@@ -30,30 +30,13 @@ from stof.stages import Stage, find_model_inputs
 from stof.thresholds.layers import OPS, nodes_by_layer
 from stof.thresholds.measured_sets import MeasuredSets
 from stof.verification.site_checks import SiteChecks
+from stof.verification.site_error import SiteError
 from stof.verification.verified_models import find_half_constants
 
 _PROBED = 128  # tokens of a prompt, by which the bytes of a longer one are known
 _MOST_BYTES = 1 << 31  # of tensors at sites that one run gives
 _MOST_TOKENS = 1024  # over KV caches: fp64 takes all scores at once there
 _STEPS_BACK = 6  # from a site's output to its operator: conversions of its layout, and the choice among its rows
-
-
-@dataclass(frozen=True)
-class SiteError:
-    """What was measured of one attention.
-
-    Attributes:
-        relative_rms: the largest of all sets; None: not measured.
-        fault: how it differs from what its kernels should compute; empty where it does not.
-    """
-
-    relative_rms: float | None = None
-    fault: str = ""
-
-    def join(self, other: SiteError) -> SiteError:
-        """Both, of two sets."""
-        errors = [x for x in (self.relative_rms, other.relative_rms) if x is not None]
-        return SiteError(max(errors, default=None), self.fault or other.fault)
 
 
 @dataclass(frozen=True)

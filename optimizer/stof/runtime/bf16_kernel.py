@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPU kernels compute attention in bf16."""
+"""Which CPU kernels compute attention and GEMMs in bf16."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def cpu_bf16_kernel() -> str:
     ask = getattr(library(), "stof_cpu_bf16_kernel", None)
     if ask is None:
         raise LibraryError(f"the plugin library has no attention in bf16 (stof_cpu_bf16_kernel): {EARLIER}")
+    ask.restype = ctypes.c_char_p
+    name: bytes = ask()
+    return name.decode()
+
+
+def cpu_bf16_gemm_kernel() -> str:
+    """The instruction set whose kernels compute StofGemm with ``allow_bf16`` on this machine, as :func:`cpu_bf16_kernel`.
+
+    Empty also for a library of an earlier version.
+
+    Raises:
+        LibraryError: without a library.
+    """
+    ask = getattr(library(), "stof_cpu_bf16_gemm_kernel", None)
+    if ask is None:
+        return ""
     ask.restype = ctypes.c_char_p
     name: bytes = ask()
     return name.decode()

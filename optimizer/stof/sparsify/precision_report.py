@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of attentions in reduced precision: which, on what kernels, their errors, and the loss of the model."""
+"""What the report says of reduced precision: which attentions and GEMMs, on what kernels, their errors, and the loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from stof.arguments.precisions import Precision
 from stof.prompts.loss import Loss
+from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.threshold_report import OutputCosines, number_ranges
 
 _OVER_CACHES = ("StofCachedAttention", "StofPagedAttention")  # whose few queries a step are computed in fp32
@@ -48,6 +49,7 @@ class PrecisionReport:
         precision: that it allows.
         max_error: the largest relative RMS error with which an attention takes it.
         rows: one for each attention that became an operator.
+        gemms: the matmuls by constant weights.
         measured_on: what errors were measured on; empty where they were not.
         loss: of the whole model on prompts; None: not measured.
         decode_loss: of single tokens over the cache; None: not measured.
@@ -59,6 +61,7 @@ class PrecisionReport:
     precision: Precision
     max_error: float
     rows: list[PrecisionRow] = field(default_factory=list)
+    gemms: GemmReport = field(default_factory=GemmReport)
     measured_on: str = ""
     loss: Loss | None = None
     decode_loss: Loss | None = None
@@ -75,12 +78,19 @@ class PrecisionReport:
         """The precisions of attentions as a plan has them; None where no model was written, which errors may yet decide."""
         return dict.fromkeys(self.reduced, self.precision) if self.is_decided else None
 
+    def gemms_by_plan(self) -> dict[str, Precision] | None:
+        """The same of GEMMs."""
+        return dict.fromkeys(self.gemms.reduced, self.precision) if self.is_decided else None
+
     @property
     def headline(self) -> str:
         """For the report's first line."""
-        if not self.reduced:
+        counts = [f"{len(self.reduced)} of {len(self.rows)} attentions"] if self.reduced else []
+        if self.gemms.reduced:
+            counts.append(f"{len(self.gemms.reduced)} of {len(self.gemms.rows)} GEMMs")
+        if not counts:
             return f"{self.precision.option} changes nothing"
-        count = f"{len(self.reduced)} of {len(self.rows)} attentions"
+        count = " and ".join(counts)
         return f"OUTPUTS CHANGE: {self.precision.option} lets {count} compute matmuls in {self.precision.name}"
 
     def lines(self) -> list[str]:
@@ -92,10 +102,13 @@ class PrecisionReport:
             kind = replace(row, node="", layer=0, relative_rms=None)
             groups[kind if row.reduced else replace(kind, relative_rms=row.relative_rms)].append(row)
         lines = [line for group in groups.values() for line in self._group_lines(group)]
+        lines += self.gemms.lines(self.precision.name)
         if self.measured_on:
-            lines.append(f"errors of attentions: relative RMS against fp64, on {self.measured_on}")
+            what = "attentions and GEMMs" if self.gemms.reduced else "attentions"
+            lines.append(f"errors of {what}: relative RMS against fp64, on {self.measured_on}")
         if self.reduced:
             lines += self._comparison_lines()
+        if self.reduced or self.gemms.reduced:
             measured = [line for found in self._losses() for line in found]
             measured += [] if self.cosines is None else [self.cosines.line()]
             lines += measured or ["loss: not measured; --prompts FILE or --inputs FILE measures it"]
@@ -146,6 +159,7 @@ class PrecisionReport:
             "precision": self.precision.name,
             "max_error": self.max_error,
             "layers": [asdict(row) for row in self.rows],
+            "gemms": self.gemms.to_json(),
             "measured_on": self.measured_on,
             "loss": None if self.loss is None else asdict(self.loss),
             "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),

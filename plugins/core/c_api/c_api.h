@@ -129,6 +129,8 @@ STOF_EXPORT void stof_reset_skip_counts(void);
  * it. Asks Linux for the permission to use tile registers where the processor has them, as the first such run would.
  * Static storage. */
 STOF_EXPORT const char* stof_cpu_bf16_kernel(void);
+/* The same of GEMMs (StofGemm) by constant weights. */
+STOF_EXPORT const char* stof_cpu_bf16_gemm_kernel(void);
 
 /* On a CUDA device. First the constants (the tables of a mask), once: all inputs, constant ones with data in host
  * memory, which is copied, the others with dtype 0. */

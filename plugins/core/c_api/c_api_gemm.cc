@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdio>
+#include <optional>
 
+#include "cpu/isa.h"
 #include "plugins/core/c_api/internal.h"
+#include "plugins/core/contract/gemm.h"
 #include "plugins/core/gemm/gemm.h"
 
 namespace {
@@ -27,4 +30,9 @@ extern "C" int stof_gemm_cpu_form(const char* epilogue, int pair, char* form, si
                                   size_t error_size) {
   constexpr const char* kOther = "the CPU's kernels apply another epilogue after the product, as a chain would";
   return stof::RunGuarded(error, error_size, [&] { return FormOf(epilogue, pair, kOther, form, form_size); });
+}
+
+extern "C" const char* stof_cpu_bf16_gemm_kernel(void) {
+  const std::optional<stof::CpuIsa> isa = stof::IsaOfBf16Gemm(stof::BestCpuIsa());
+  return isa.has_value() ? stof::CpuIsaName(*isa) : "";
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "plugins/core/base/activation.h"
 #include "plugins/core/base/status.h"
@@ -30,29 +31,40 @@ size_t CpuGemmWorkspace(int threads);
 // workspace: CpuGemmWorkspace bytes, 64-byte aligned, contents arbitrary.
 void CpuGemm(const CpuGemmArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
 
+// The set whose kernels compute GEMMs by constant weights with factors in bf16, where `isa` is the best that may run,
+// as IsaOfBf16Kernels of bf16_kernels.h says it of attention. None: they are computed in fp32.
+std::optional<CpuIsa> IsaOfBf16Gemm(CpuIsa isa);
+
 // A constant fp32 weight, or a pair of them, copied in the order in which the kernels read it.
 class CpuPackedWeights {
  public:
   // Whether packing pays, on which Pack depends.
   static bool DoesPay(CpuIsa isa, int64_t N, int64_t K);
-  // b0, b1: [K, N], rows `stride` elements apart; b1: nullptr where there is none. False where packing does not pay, or
-  // there is no memory: then take CpuGemm.
-  bool Pack(CpuIsa isa, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K);
+  // b0, b1: [K, N], rows `stride` elements apart; b1: nullptr where there is none. is_bf16: they are rounded to bf16,
+  // for the kernels of a set of IsaOfBf16Gemm, which round the other factor as well. False where packing does not pay,
+  // or there is no memory: then take CpuGemm.
+  bool Pack(CpuIsa isa, bool is_bf16, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K);
   bool is_packed() const { return panels_ != nullptr; }
+  bool is_bf16() const { return is_bf16_; }
   CpuIsa isa() const { return isa_; }
   int64_t N() const { return N_; }
   int64_t K() const { return K_; }
   // 2 for a pair.
   int64_t count() const { return count_; }
-  const float* panels() const { return panels_.get(); }
+  // floats, or bf16.
+  const void* panels() const { return panels_.get(); }
 
  private:
   struct Free {
-    void operator()(float* panels) const;
+    void operator()(char* panels) const;
   };
+  bool Allocate(int64_t bytes);
+  template <typename Kernels, typename T>
+  bool PackPanels(const Kernels& kernels, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t depth);
   CpuIsa isa_{};
+  bool is_bf16_ = false;
   int64_t N_ = 0, K_ = 0, count_ = 1;
-  std::unique_ptr<float[], Free> panels_;
+  std::unique_ptr<char[], Free> panels_;
 };
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual in fp32, p0 and p1 the matmuls; nullptr where absent.
@@ -71,7 +83,9 @@ struct CpuPackedGemmArgs {
   const CpuGemmEpilogue* epilogue = nullptr;  // nullptr: the matmuls themselves
 };
 size_t CpuPackedGemmWorkspace(int threads);
-// workspace: CpuPackedGemmWorkspace bytes, 64-byte aligned, contents arbitrary.
+// The same of weights in bf16.
+size_t CpuBf16GemmWorkspace(int threads, int64_t M, int64_t K);
+// workspace: as many bytes, 64-byte aligned, contents arbitrary.
 void CpuPackedGemm(const CpuPackedGemmArgs& args, const CpuPackedWeights& weights, void* workspace,
                    const Parallel& parallel);
 

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/gemm/gemm.h"
+#include "plugins/core/ops/attribute_checks.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
@@ -19,12 +21,13 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 8;
 constexpr int64_t kMostOnDevice = std::numeric_limits<int32_t>::max() - 256;
 constexpr int kFurtherInputs = kChainMostInputs - 1;
 
-Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue) {
+Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue, bool* allow_bf16) {
   std::string text;
   int64_t pair = 0, id = 0;
   attributes.String("epilogue", &text);
   attributes.Int("pair", &pair);
   attributes.Int("gemm_id", &id);
+  STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_bf16", allow_bf16));
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   return ParseGemm(text, pair, epilogue);
 }
@@ -51,12 +54,15 @@ struct Sizes {
 
 class StofGemmOp final : public Op {
  public:
-  explicit StofGemmOp(GemmEpilogue epilogue) : epilogue_(std::move(epilogue)) {}
+  StofGemmOp(GemmEpilogue epilogue, bool allow_bf16) : epilogue_(std::move(epilogue)), allow_bf16_(allow_bf16) {}
 
   Status Prepare(const Tensor* inputs, int input_count) override {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
     const PackableWeights found = FindPackable(inputs);
-    if (found.b0 != nullptr) weights_.Pack(BestCpuIsa(), found.b0, found.b1, found.stride, found.N, found.K);
+    const std::optional<CpuIsa> bf16 = FindBf16Isa();
+    if (found.b0 == nullptr) return Status();
+    const CpuIsa isa = bf16.value_or(BestCpuIsa());
+    weights_.Pack(isa, bf16.has_value(), found.b0, found.b1, found.stride, found.N, found.K);
     return Status();
   }
   int InputCount() const override {
@@ -305,6 +311,8 @@ class StofGemmOp final : public Op {
     if (epilogue_.form.swapped) std::swap(first, second);
     return {first, second, stride, N, K};
   }
+  // The set whose kernels round factors to bf16, where the node allows it and there is one.
+  std::optional<CpuIsa> FindBf16Isa() const { return allow_bf16_ ? IsaOfBf16Gemm(BestCpuIsa()) : std::nullopt; }
   // Whether a run has the weights that were packed. A runtime must not call weights constant that change.
   bool IsPacked(const Tensor* inputs, const Sizes& sizes) const {
     return weights_.is_packed() && inputs[0].dtype == DType::kF32 && weights_.N() == sizes.N && weights_.K() == sizes.K;
@@ -330,7 +338,7 @@ class StofGemmOp final : public Op {
   // A run on the CPU, with all its memory: matmuls of as many rows as fit the caches, then the chain over them.
   struct CpuRun {
     bool is_packed = false;
-    bool is_fused = false;  // the packed kernels apply the epilogue: nothing else but `panel` is set
+    bool is_fused = false;  // the packed kernels apply the epilogue: of what follows, `fused` and `panel` are set
     CpuGemmEpilogue fused;
     int64_t rows = 0;          // of a block
     size_t floats = 0;         // of a product of a block
@@ -346,10 +354,12 @@ class StofGemmOp final : public Op {
     const int threads = std::max(1, context.parallel.threads);
     run->is_packed = is_packed;
     run->is_fused = is_packed && FindFusedEpilogue(inputs, &run->fused);
-    const size_t panel_bytes = is_packed ? CpuPackedGemmWorkspace(threads) : CpuGemmWorkspace(threads);
+    run->rows = run->is_fused ? sizes.M : std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
+    const size_t panel_bytes = !is_packed                  ? CpuGemmWorkspace(threads)
+                               : FindBf16Isa().has_value() ? CpuBf16GemmWorkspace(threads, run->rows, sizes.K)
+                                                           : CpuPackedGemmWorkspace(threads);
     STOF_RETURN_IF_ERROR(context.Allocate(panel_bytes, &run->panel));
     if (run->is_fused) return Status();
-    run->rows = std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
     run->floats = static_cast<size_t>((run->rows * sizes.N + 15) / 16 * 16);
     void* product = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(4 * run->floats * static_cast<size_t>(epilogue_.products()), &product));
@@ -440,6 +450,7 @@ class StofGemmOp final : public Op {
   }
 
   const GemmEpilogue epilogue_;
+  const bool allow_bf16_;
   CpuPackedWeights weights_;  // where they are constant
   bool may_wait_ = false;
 };
@@ -456,8 +467,9 @@ std::vector<DimRule> OutputShape(const AttributeReader& attributes, const int* r
 
 Status CreateGemm(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
   GemmEpilogue epilogue;
-  STOF_RETURN_IF_ERROR(ParseAttributes(attributes, &epilogue));
-  *op = std::make_unique<StofGemmOp>(std::move(epilogue));
+  bool allow_bf16 = false;
+  STOF_RETURN_IF_ERROR(ParseAttributes(attributes, &epilogue, &allow_bf16));
+  *op = std::make_unique<StofGemmOp>(std::move(epilogue), allow_bf16);
   return Status();
 }
 
@@ -466,8 +478,10 @@ Status CreateGemm(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
 const OpDescription* GemmDescription() {
   static constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
   static constexpr DType kCudaTypes[] = {DType::kF16, DType::kBF16};
-  static constexpr AttributeDescription kAttributes[] = {
-      {"epilogue", AttributeType::kString}, {"pair", AttributeType::kInt}, {"gemm_id", AttributeType::kInt}};
+  static constexpr AttributeDescription kAttributes[] = {{"epilogue", AttributeType::kString},
+                                                         {"pair", AttributeType::kInt},
+                                                         {"gemm_id", AttributeType::kInt},
+                                                         {"allow_bf16", AttributeType::kInt, false}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofGemm";

@@ -10,118 +10,19 @@
 #include "cpu/isa.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/host/thread_pool.h"
-#include "tests/cpp/activation.h"
 #include "tests/cpp/gemm/gemm_cases.h"
+#include "tests/cpp/gemm/packed_gemm.h"
 #include "tests/cpp/memory.h"
 #include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test {
 namespace {
 
-constexpr float kPoison = std::numeric_limits<float>::quiet_NaN();
-constexpr size_t kAround = 64;  // floats before and after an output
-
-std::vector<float> Drawn(int64_t count, double range, Random* random) {
-  std::vector<float> values(static_cast<size_t>(count));
-  for (float& value : values) value = static_cast<float>(random->Unit() * range);
-  return values;
-}
-
-struct Packed {
-  int64_t M, N, K;
-  bool pair = false, has_epilogue = false;
-  CpuGemmEpilogue epilogue;
-  std::vector<float> a, b[2], bias[2], scale, row, residual;
-
-  Packed(int64_t m, int64_t n, int64_t k, Random* random) : M(m), N(n), K(k) {
-    pair = random->OneIn(3);
-    has_epilogue = !random->OneIn(4);
-    a = Drawn(M * K, 1, random);
-    const double range = 2 / std::sqrt(static_cast<double>(K));
-    for (int i = 0; i < (pair ? 2 : 1); ++i) b[i] = Drawn(K * N, range, random);
-    const auto maybe = [&](std::vector<float>* values, int64_t count, const float** at) {
-      if (random->OneIn(2)) *values = Drawn(count, 1, random), *at = values->data();
-    };
-    epilogue.activation = static_cast<Activation>(random->Range(0, kActivations - 1));
-    maybe(&bias[0], N, &epilogue.bias0);
-    if (pair) maybe(&bias[1], N, &epilogue.bias1);
-    maybe(&scale, N, &epilogue.scale);
-    maybe(&row, M, &epilogue.row);
-    maybe(&residual, M * N, &epilogue.residual);
-  }
-  std::string Text() const {
-    return stof::test::Text(M, " x ", N, " x ", K, pair ? " pair" : "", has_epilogue ? " epilogue " : " ",
-                            static_cast<int>(epilogue.activation));
-  }
-  int outputs() const { return pair && !has_epilogue ? 2 : 1; }
-};
-
-using Outputs = std::vector<std::vector<float>>;
-
-Outputs Run(const Packed& p, const CpuPackedWeights& weights, int64_t M, int threads) {
-  Outputs outputs(static_cast<size_t>(p.outputs()),
-                  std::vector<float>(static_cast<size_t>(M * p.N) + 2 * kAround, kPoison));
-  CpuPackedGemmArgs args;
-  args.M = M;
-  args.a = p.a.data();
-  for (size_t i = 0; i < outputs.size(); ++i) args.output[i] = outputs[i].data() + kAround;
-  if (p.has_epilogue) args.epilogue = &p.epilogue;
-  ThreadPool pool(threads);
-  Starved starved(pool.view());
-  Memory memory;
-  CpuPackedGemm(args, weights, Memory::Allocate(&memory, CpuPackedGemmWorkspace(threads)), starved.view());
-  return outputs;
-}
-
-void Check(const Packed& p, const Outputs& outputs, const std::string& where) {
-  for (int64_t m = 0; m < p.M; ++m) {
-    for (int64_t n = 0; n < p.N; ++n) {
-      double sum[2] = {}, error[2] = {};
-      for (int i = 0; i < (p.pair ? 2 : 1); ++i) {
-        double magnitude = 0;
-        for (int64_t k = 0; k < p.K; ++k) {
-          const double term = double{p.a[static_cast<size_t>(m * p.K + k)]} * p.b[i][static_cast<size_t>(k * p.N + n)];
-          sum[i] += term, magnitude += std::fabs(term);
-        }
-        error[i] = 0x1p-21 * magnitude;
-      }
-      const auto at = [&](const float* values, int64_t i, double otherwise) {
-        return values != nullptr ? double{values[i]} : otherwise;
-      };
-      double want[2] = {sum[0], sum[1]}, most[2] = {error[0], error[1]};
-      if (p.has_epilogue) {
-        const double x = sum[0] + at(p.epilogue.bias0, n, 0);
-        const double u = Activate(p.epilogue.activation, x);
-        if (IsQuadratic(p.epilogue.activation)) error[0] *= 2 * std::fabs(x) + 1;  // its slope
-        const double v = p.pair ? sum[1] + at(p.epilogue.bias1, n, 0) : 1;
-        const double by = at(p.epilogue.scale, n, 1) * at(p.epilogue.row, m, 1);
-        want[0] = u * v * by + at(p.epilogue.residual, m * p.N + n, 0);
-        most[0] = std::fabs(by) * (1.13 * error[0] * std::fabs(v) + std::fabs(u) * error[1] + error[0] * error[1]) +
-                  2e-6 * (std::fabs(u * v * by) + std::fabs(want[0])) + 1e-6;
-      }
-      for (int i = 0; i < p.outputs(); ++i) {
-        const double got = outputs[static_cast<size_t>(i)][kAround + static_cast<size_t>(m * p.N + n)];
-        CHECK(std::fabs(got - want[i]) <= most[i], where, " element ", m, ", ", n, " is ", got, ", expected ", want[i],
-              " within ", most[i]);
-      }
-    }
-  }
-  for (const std::vector<float>& output : outputs) {
-    for (size_t i = 0; i < kAround; ++i) {
-      CHECK(std::isnan(output[i]) && std::isnan(output[output.size() - 1 - i]), where, " wrote around its output");
-    }
-  }
-}
-
-bool Same(const std::vector<float>& x, const std::vector<float>& y, size_t count) {
-  return std::memcmp(x.data() + kAround, y.data() + kAround, count * sizeof(float)) == 0;
-}
-
 // Checks the result, and that neither threads nor the number of rows change it.
 void RunCase(CpuIsa isa, const Packed& p, Random* random) {
   const std::string where = Text("isa ", static_cast<int>(isa), " ", p.Text());
   CpuPackedWeights weights;
-  if (!weights.Pack(isa, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K)) {
+  if (!weights.Pack(isa, false, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K)) {
     CHECK(p.N < 25, where, " was not packed");
     return;
   }
@@ -189,7 +90,7 @@ TEST(PackedRowsAreIndependent) {
     Packed p(M, 100, 40, &random);
     p.has_epilogue = false;
     CpuPackedWeights weights;
-    CHECK(weights.Pack(BestCpuIsa(), p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K));
+    CHECK(weights.Pack(BestCpuIsa(), false, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K));
     const Outputs before = Run(p, weights, M, 2);
     p.a[static_cast<size_t>(p.K)] = std::numeric_limits<float>::infinity();
     p.a[static_cast<size_t>(p.K) + 1] = kPoison;
@@ -209,7 +110,7 @@ TEST(PackedRefusesWhatIsNotWorthIt) {
   for (const CpuIsa isa : IsasOfThisMachine()) {
     CpuPackedWeights weights;
     for (const auto& [N, K] : std::vector<std::pair<int64_t, int64_t>>{{1, 8}, {0, 8}, {8, 0}, {0, 0}}) {
-      CHECK(!weights.Pack(isa, b.data(), nullptr, N, N, K) && !weights.is_packed());
+      CHECK(!weights.Pack(isa, false, b.data(), nullptr, N, N, K) && !weights.is_packed());
       CountCases(1);
     }
   }

@@ -38,6 +38,7 @@ from stof.fusion.translate import FusedChain
 from stof.interrupts import keeping_results, resume
 from stof.options import Options
 from stof.progress import Progress
+from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError, cpu_gemm_form, gemm_form, has_cpu_gemm, has_gemm
 from stof.tuning_cache import Cache, EarlierMeasurements, device_name, has_cache, open_cache
@@ -94,12 +95,15 @@ def make_chain_decider(
 def find_epilogue_forms(options: Options, planned: Sequence[ChainPlan] | None = None) -> EpilogueForms | None:
     """The library's kernels for epilogues; None where matmuls are not fused.
 
-    On the CPU they are fused only where measurements decide, or did so for the plan.
+    On the CPU they are fused only where measurements decide, or did so for the plan. With ``--allow-bf16`` they are left to
+    it where there is a kernel: measurements of fp32 do not say which matmuls gain by bf16.
     """
     if options.chains == "off" or not options.products:
         return None
     if options.tuned_for.has_cpu_gemm:
         measured = options.chains == "auto" or options.tune > 0
+        if planned is None and options.allow_bf16 and cpu_bf16_gemm_kernel():
+            return None
         if planned is not None:
             measured = any(not MATMUL_OPS.isdisjoint(p.op_types) for p in planned)
         return cpu_gemm_form if measured and has_cpu_gemm() else None

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which set's kernels compute in bf16 where some set is the best that may run.
+#ifndef STOF_CPU_BF16_ISA_H_
+#define STOF_CPU_BF16_ISA_H_
+
+#include <optional>
+
+#include "cpu/isa.h"
+#include "cpu/kernel_table.h"
+#include "cpu/tile_permission.h"
+
+namespace stof {
+namespace cpu {
+
+// The best set up to `isa` that has kernels of its own in this member of the table; none where the table has none. That
+// of AMX needs a permission of the process, which is asked for here; where it is refused, the set before.
+template <typename Kernels>
+std::optional<CpuIsa> FindIsaOfBf16(CpuIsa isa, const Kernels* KernelTable::* kernels) {
+  const Kernels* const own = KernelsOf(isa).*kernels;
+  if (own == nullptr) return std::nullopt;
+  // Sets without kernels of their own have those of the set before.
+  while (static_cast<int>(isa) > 0) {
+    const auto before = static_cast<CpuIsa>(static_cast<int>(isa) - 1);
+    if (KernelsOf(before).*kernels != own) break;
+    isa = before;
+  }
+  if (isa != CpuIsa::kAmxBf16 || MayUseTiles()) return isa;
+  return FindIsaOfBf16(CpuIsa::kAvx512Bf16, kernels);
+}
+
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_BF16_ISA_H_

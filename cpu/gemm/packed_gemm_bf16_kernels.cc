@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// GEMM by panels of constant weights with factors in bf16, fp32 sums, and the epilogue while sums are in the cache.
+#define STOF_BF16_MATMULS
+#include <cstring>
+
+#include "cpu/gemm/epilogue.h"
+#include "cpu/gemm/packed_bf16.h"
+#include "cpu/kernel_table.h"
+#include "cpu/simd/algorithms.h"
+#include "cpu/simd/bf16.h"
+#include "cpu/simd/lanes.h"
+#include "cpu/simd/tiles.h"
+
+namespace stof {
+namespace cpu {
+namespace {
+
+// A tile of sums: rows, columns. Columns of a panel that lie together, pair by pair: all of them, or those of a tile
+// register.
+#if defined(STOF_TILES)
+constexpr int kMostRows = 2 * kSumRows, kPanelColumns = 2 * kSumColumns, kTogether = kSumColumns;
+constexpr int kDepthStep = kTileDepth, kRowUnit = kSumRows;
+#else
+constexpr int kMostRows = Simd::kTileRows, kPanelColumns = Simd::kTileVectors * kWidth, kTogether = kPanelColumns;
+constexpr int kDepthStep = 2, kRowUnit = 1;
+#endif
+constexpr int kVector = kHasTiles ? kTogether : kWidth;
+static_assert(kMostRows <= kBf16SumRows && kPanelColumns <= kBf16MostColumns, "sums are in a task's workspace");
+static_assert(kBf16DepthUnit % kDepthStep == 0, "workspaces are planned by the larger unit");
+
+inline int64_t PaddedDepth(int64_t K) { return RoundUp(K, kDepthStep); }
+// Of a panel with so many columns that count.
+inline int64_t PanelWidth(int64_t wide) { return RoundUp(wide, kVector); }
+
+void RoundRows(const float* a, int64_t K, int64_t count, int64_t rows, uint16_t* to) {
+  const int64_t depth = PaddedDepth(K);
+  for (int64_t m = 0; m < count; ++m, to += depth) {
+    RoundToBf16(a + m * K, K, reinterpret_cast<Bf16*>(to));
+    Fill(to + K, to + depth, uint16_t{0});
+  }
+  Fill(to, to + (rows - count) * depth, uint16_t{0});
+}
+
+void PackBf16Panel(const float* b, int64_t stride, int64_t K, int64_t wide, uint16_t* panel) {
+  const int64_t depth = PaddedDepth(K), width = PanelWidth(wide);
+  Bf16 row[kPanelColumns];
+  Fill(row + wide, row + width, Bf16{0});
+  const auto at = [&](int64_t k, int64_t n) {
+    const int64_t together = kHasTiles ? kTogether : width;
+    return n / together * together * depth + (k / 2 * together + n % together) * 2 + k % 2;
+  };
+  for (int64_t k = 0; k < depth; ++k) {
+    if (k < K) {
+      RoundToBf16(b + k * stride, wide, row);
+    } else {
+      Fill(row, row + width, Bf16{0});
+    }
+    for (int64_t n = 0; n < width; ++n) panel[at(k, n)] = row[n];
+  }
+}
+
+#if defined(STOF_TILES)
+// c[16 kRows, 16 kBlock], rows kPanelColumns apart, = a · panel.
+template <int kRows, int kBlock>
+void SumTile(const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+  STOF_STORE_FOR_TILES();
+  ZeroSumTiles<4>();
+  for (int64_t k = 0; k < depth; k += kTileDepth) {
+    AddTileGrid<kRows, kBlock>(a + k, 2 * depth, panel + k * kSumColumns, 4 * kSumColumns, 2 * kSumColumns * depth);
+  }
+  StoreTileGrid<kRows, kBlock>(c, 4 * kPanelColumns);
+}
+
+inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+  const bool has_two = width > kSumColumns;
+  if (rows > kSumRows) {
+    has_two ? SumTile<2, 2>(a, depth, panel, c) : SumTile<2, 1>(a, depth, panel, c);
+  } else {
+    has_two ? SumTile<1, 2>(a, depth, panel, c) : SumTile<1, 1>(a, depth, panel, c);
+  }
+}
+#else
+inline __m512bh PairsAt(const Bf16* at) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(at)); }
+inline __m512bh PairAt(const Bf16* at) {
+  int32_t pair;
+  std::memcpy(&pair, at, 4);
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+// c[kRows, kVectors vectors], rows kPanelColumns apart, = a · panel.
+template <int kRows, int kVectors>
+void SumTile(const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+  V sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = Simd::Set1(0.0f);
+  }
+  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kVectors * kWidth) {
+    __m512bh x[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) x[j] = PairsAt(panel + 2 * j * kWidth);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const __m512bh y = PairAt(a + i * depth + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], y, x[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) Simd::Store(c + i * kPanelColumns + j * kWidth, sum[i][j]);
+  }
+}
+
+using SumFunction = void (*)(const Bf16* a, int64_t depth, const Bf16* panel, float* c);
+template <int kRows>
+struct SumTiles {
+  static SumFunction Of(int64_t rows, int64_t width) {
+    if (rows < kRows) return SumTiles<kRows - 1>::Of(rows, width);
+    static_assert(Simd::kTileVectors == 3);
+    return width > 2 * kWidth ? SumTile<kRows, 3> : width > kWidth ? SumTile<kRows, 2> : SumTile<kRows, 1>;
+  }
+};
+template <>
+struct SumTiles<0> {
+  static SumFunction Of(int64_t, int64_t) { return nullptr; }
+};
+
+inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+  SumTiles<kMostRows>::Of(rows, width)(a, depth, panel, c);
+}
+#endif
+
+void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace) {
+  const ConfiguredTiles tiles(LastTiles::kWholeDepth);
+  const CpuPackedGemmArgs& args = *p.args;
+  const int64_t depth = PaddedDepth(p.K), n0 = panel * kPanelColumns;
+  const int64_t wide = Min(kPanelColumns, p.N - n0), width = PanelWidth(wide);
+  const auto* const panels = reinterpret_cast<const Bf16*>(p.panels + panel * p.products * depth * kPanelColumns);
+  const auto* a = reinterpret_cast<const Bf16*>(p.rounded) + m0 * depth;
+  float* const c[2] = {workspace, workspace + kMostRows * kPanelColumns};
+  for (int64_t m = 0; m < rows;) {
+    // As many rows in each of the last tiles, give or take one; tile registers have theirs whole.
+    const int64_t rest = (rows - m + kMostRows - 1) / kMostRows;
+    const int64_t count = kHasTiles ? Min(kMostRows, rows - m) : (rows - m) / rest;
+    for (int64_t i = 0; i < p.products; ++i) Sums(count, width, a, depth, panels + i * depth * width, c[i]);
+    const int64_t row = p.first + m0 + m;
+    if (args.epilogue != nullptr) {
+      const EpilogueBlock block = {c[0], p.products > 1 ? c[1] : nullptr, kPanelColumns, kPanelColumns,
+                                   args.output[0] + row * p.N + n0};
+      ApplyEpilogue(*args.epilogue, block, row, n0, count, wide, p.N);
+    }
+    for (int64_t i = 0; i < p.products && args.epilogue == nullptr; ++i) {
+      for (int64_t r = 0; r < count; ++r) {
+        std::memcpy(args.output[i] + (row + r) * p.N + n0, c[i] + r * kPanelColumns, static_cast<size_t>(wide) * 4);
+      }
+    }
+    m += count, a += count * depth;
+  }
+}
+
+}  // namespace
+
+STOF_EXPORT_KERNELS(PackedGemmBf16Kernels, packed_gemm_bf16) = {kPanelColumns, kVector,   kRowUnit,    kDepthStep,
+                                                                PackBf16Panel, RoundRows, RunBf16Panel};
+
+}  // namespace cpu
+}  // namespace stof

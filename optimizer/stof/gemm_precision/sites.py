@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matmuls by constant weights of an optimized model, each with the epilogue that StofGemm takes in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import onnx
+
+from stof.errors import StofError, UnsupportedError
+from stof.fusion.check import check_chain
+from stof.fusion.emit import GEMM, ChainSignature, chain_signature
+from stof.fusion.fusion_graph import FusionGraph
+from stof.fusion.gemm import MATMUL_OPS, FusedGemm, is_fusable_matmul
+from stof.fusion.policy import ChainPolicy, ShapeReads
+from stof.fusion.regions import build_chain
+from stof.graph.index import all_nodes, domain_of, opset_of
+from stof.graph.names import FreshNames
+from stof.runtime.library import cpu_gemm_form
+from stof.symbolic import Int, Symbolic
+from stof.symbolic.rules.movement_helpers import element_count
+
+_LEAST_WEIGHTS = 1 << 14  # elements of a weight: rounding the other factor takes as long as a smaller one's matmul
+_MOST_STEPS = 16  # from a matmul to the last operator of its epilogue
+_IN_EPILOGUES = frozenset({"elementwise", "moving"})
+
+
+@dataclass(frozen=True, eq=False)
+class GemmSite:
+    """A matmul by a constant weight, or two of the same left operand.
+
+    Attributes:
+        name: of the first matmul.
+        operators: those that become StofGemm.
+        weights: the shape of the weight.
+        chain: the operator; None where there is none.
+        reason: why there is none.
+    """
+
+    name: str
+    operators: str
+    weights: str
+    chain: FusedGemm | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundGemms:
+    """The GEMMs of a model.
+
+    Attributes:
+        graph: in which they were found.
+        sites: in the order of the graph.
+    """
+
+    graph: FusionGraph
+    sites: tuple[GemmSite, ...]
+
+    def checked(self) -> FoundGemms:
+        """The same; sites whose description does not compute what its operators compute have a reason."""
+        reasons: dict[ChainSignature, str] = {}
+        sites = []
+        for site in self.sites:
+            if site.chain is None:
+                sites.append(site)
+                continue
+            key = chain_signature(site.chain, self.graph.symbolic)
+            if key not in reasons:
+                reasons[key] = self._why_wrong(site.chain)
+            sites.append(replace(site, chain=None, reason=reasons[key]) if reasons[key] else site)
+        return FoundGemms(self.graph, tuple(sites))
+
+    def _why_wrong(self, chain: FusedGemm) -> str:
+        try:
+            check_chain(chain, self.graph.nodes, self.graph.symbolic, opset_of(self.graph.model))
+        except UnsupportedError as error:
+            return str(error)
+        return ""
+
+
+def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
+    """The matmuls of a model's main graph by constant weights.
+
+    Args:
+        model: as the ops have written it.
+        facts: of it.
+    """
+    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True)
+    graph = FusionGraph(model, facts, policy, ShapeReads.AS_IN_GRAPH)
+    if any(n.op_type == GEMM for n in all_nodes(model.graph.node)):
+        return FoundGemms(graph, ())  # they were chosen by measurements of a plan, in fp32
+    names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
+    for index, node in enumerate(graph.nodes):
+        is_by_constant = (
+            len(node.input) > 1 and node.input[1] in graph.constants and node.input[0] not in graph.constants
+        )
+        if domain_of(node) or node.op_type not in MATMUL_OPS or not is_by_constant or index in taken:
+            continue
+        chain = _choose_epilogue(graph, index, taken)
+        shape = facts.shape(node.input[1]) or ()
+        weights = " x ".join(map(str, shape))
+        name = names.make(node.name or node.output[0])
+        reason = chain if isinstance(chain, str) else _why_small(shape)
+        if isinstance(chain, str) or reason:
+            sites.append(GemmSite(name, node.op_type, weights, reason=reason))
+            continue
+        taken.update(chain.region.node_indices)
+        sites.append(GemmSite(name, graph.operator_names(chain.region.node_indices), weights, chain))
+    return FoundGemms(graph, tuple(sites))
+
+
+def _why_small(shape: Sequence[Int]) -> str:
+    size = element_count(tuple(shape)).constant
+    if size is not None and size < _LEAST_WEIGHTS:
+        return f"a weight of {size} elements, expected {_LEAST_WEIGHTS}: nothing to gain"
+    return ""
+
+
+def _choose_epilogue(graph: FusionGraph, matmul: int, taken: Collection[int]) -> FusedGemm | str:
+    """The matmul with as many operators behind it as one kernel computes; the reason where there is no kernel."""
+    if not is_fusable_matmul(graph.nodes[matmul], graph.symbolic):
+        return "a factor of it is transposed, scaled or of unknown shape"
+    members = {matmul}
+    first = _build(graph, members)
+    best: FusedGemm | str = first
+    for _ in range(_MOST_STEPS):
+        read = {r for m in members for r in graph.consumers(m)} - members
+        if not read or any(graph.kinds[r] not in _IN_EPILOGUES or r in taken for r in read):
+            break
+        members |= read
+        if graph.is_convex(members):
+            chain = _build(graph, members)
+            best = chain if isinstance(chain, FusedGemm) else best
+    return best
+
+
+def _build(graph: FusionGraph, members: Collection[int]) -> FusedGemm | str:
+    try:
+        chain = build_chain(graph, members)
+    except StofError as error:
+        return str(error)
+    if isinstance(chain, FusedGemm):
+        return chain
+    return str(getattr(chain, "reason", "it has no description"))
