@@ -59,10 +59,10 @@ class Device {
                               shared, kernel);
       }
     };
-    run(cuda::int8::kThreads, params_.B * params_.G * int8_.parts, nullptr,
-        [&] { cuda::int8::SumKeys<Sm90Bf16, kD>(int8_); });
-    run(cuda::int8::kThreads, int8_.key_ctas + params_.B * params_.H * CeilDiv(c_.S, cuda::int8::kQueriesOfCta),
-        nullptr, [&] { cuda::int8::QuantizeOperands<Sm90Bf16, kD>(int8_); });
+    run(cuda::int8::kThreads, cuda::int8::Grid(int8_, false).ctas(), nullptr,
+        [&] { cuda::int8::QuantizeOperands<Sm90Bf16, kD, false>(int8_); });
+    run(cuda::int8::kThreads, cuda::int8::Grid(int8_, true).ctas(), nullptr,
+        [&] { cuda::int8::QuantizeOperands<Sm90Bf16, kD, true>(int8_); });
     // As cuda/attention/sm80/family.cc binds them.
     cuda::AttentionParams codes = params_;
     codes.query = int8_.query, codes.query_stride = {c_.H * c_.S * kD / 2, c_.S * kD / 2, kD / 2};
@@ -134,12 +134,11 @@ class Device {
     };
     const auto floats = [&at](int64_t bytes) { return reinterpret_cast<float*>(at(bytes)); };
     int8_.attention = params_;
-    int8_.tiles = static_cast<int32_t>(CeilDiv(c_.T, 128)), int8_.parts = cuda::KeySumParts(c_.T);
-    int8_.key_ctas = params_.B * params_.G * int8_.tiles;
+    int8_.tiles = static_cast<int32_t>(CeilDiv(c_.T, 128));
     int8_.query = reinterpret_cast<int8_t*>(at(layout.query)), int8_.key = reinterpret_cast<int8_t*>(at(layout.key));
     int8_.query_scales = floats(layout.query_scales), int8_.tile_scales = floats(layout.tile_scales);
     if (c_.lse || c_.sink) int8_.query_shifts = floats(layout.query_shifts);
-    int8_.key_sums = floats(layout.key_sums);
+    int8_.key_means = floats(layout.key_means);
   }
 
   const Case c_;
