@@ -108,7 +108,7 @@ def attend(inputs: Inputs, scheme: Scheme, allowed: np.ndarray | None = None) ->
         if scheme.quantize_weights:
             weights = to_fp8(weights)
         if scheme.quantize_values:
-            scale = np.exp2(np.ceil(np.log2(max(np.abs(values).max() / MOST_FP8, LEAST_SCALE))))
+            scale = max(np.abs(values).max() / MOST_FP8, LEAST_SCALE)
             values = to_fp8(values / scale) * scale
         bits = scheme.accumulator_bits if scheme.quantize_weights and scheme.quantize_values else 0
         for k in range(0, len(values), 32):

@@ -20,9 +20,8 @@ constexpr int kInt8TileKeys = 128;  // keys of a KV tile of every kernel with 8-
 // floats that exceed it by themselves. A conversion would take the unit of the exponentials.
 constexpr float kInt8ZeroFloat = 12582912.0f;
 
-// Scales of a KV tile: of its key groups, then of its values, a power of two, its inverse and its logarithm; padded for
-// a bulk copy.
-constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kValueInverse = 9, kValueLog = 10, kTileScales = 12;
+// Scales of a KV tile: of its key groups, then of its values; padded for a bulk copy.
+constexpr int kKeyGroups = 8, kValueScale = kKeyGroups, kTileScales = 12;
 
 // The group of a key of a tile: a thread has the scores of two keys in every eight, of wgmma as of mma.sync, and so
 // meets one group among the first eight keys and one among the others. An attention sink raises the scale of two keys.

@@ -14,7 +14,7 @@ namespace stof {
 namespace cuda {
 namespace int8 {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kCtasOfSm = 3;
 constexpr int kColumns = 8;  // of a thread, 16 bytes of the inputs
 constexpr int kQueriesOfCta = 64;
 constexpr int kMeanKeys = 1024;  // of a head's keys at most so many are summed: any vector is exact as their mean
@@ -209,10 +209,9 @@ class Quantizer {
     most = LargestOfRow(most);
     if (column_ == 0) RaiseShared(&shared_.largest[0], most);
     __syncthreads();
-    // A power of two, so that weights may have it in their exponents. What is not finite makes the tile NaN.
     most = shared_.largest[0];
-    const bool is_finite = most < INFINITY;
-    const float scale = is_finite ? RaiseScale(PowerOfTwoFrom(most / kMostFp8)) : 1.0f;
+    const bool is_finite = most < INFINITY;  // or the tile is NaN
+    const float scale = is_finite ? RaiseScale(most / kMostFp8) : 1.0f;
     const float inverse = is_finite ? 1.0f / scale : NAN;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -237,11 +236,7 @@ class Quantizer {
       if (column >= 64) chunk = uint4{chunk.z, chunk.w, chunk.x, chunk.y};
       *reinterpret_cast<uint4*>(to + d * stride + i % kChunks * 16) = chunk;
     }
-    if (threadIdx.x == 0) {
-      float* const scales = TileScales(bg, tile);
-      scales[kValueScale] = scale, scales[kValueInverse] = 1.0f / scale;
-      scales[kValueLog] = static_cast<float>((__float_as_int(scale) >> 23) - 127);
-    }
+    if (threadIdx.x == 0) TileScales(bg, tile)[kValueScale] = scale;
   }
 
   // kQueriesOfCta queries of head bh of [B, H].
@@ -294,10 +289,6 @@ class Quantizer {
     const int lane = column / kColumns;
     return ((word / 4 ^ lane % 8) * 4 | word % 4) ^ lane / 8 * 2;
   }
-  // The power of two that is not below x.
-  static __device__ __forceinline__ float PowerOfTwoFrom(float x) {
-    return __int_as_float((__float_as_int(x) + 0x7fffff) & 0x7f800000);
-  }
   static __device__ __forceinline__ float LargestOfRow(float most) {
 #pragma unroll
     for (int lane = 1; lane < kThreadsOfRow; lane *= 2) most = MaxOrNan(most, __shfl_xor_sync(~0u, most, lane));
@@ -344,14 +335,9 @@ class Quantizer {
   int row_, column_;
 };
 
-#if !defined(STOF_QUANTIZE_CTAS)
-#define STOF_QUANTIZE_CTAS 3
-#endif
-
 // One of the two kernels: a CTA has a head's mean, a KV tile of values or of keys, or kQueriesOfCta queries.
 template <typename T, int kHead, bool kSecond>
-__global__ void __launch_bounds__(kThreads, STOF_QUANTIZE_CTAS)
-    QuantizeOperands(const __grid_constant__ Int8Params params) {
+__global__ void __launch_bounds__(kThreads, kCtasOfSm) QuantizeOperands(const __grid_constant__ Int8Params params) {
   __shared__ typename Quantizer<T, kHead>::Shared shared;
   LetNextStart();
   WaitForPrevious();

@@ -53,12 +53,6 @@ struct WorkTileInfo {
 // and tiles that are left out by their scores.
 constexpr bool kPingPong = true, kDynamicTiles = true, kSkipByScore = true;
 
-#if defined(STOF_FP8_FLUSH) && STOF_FP8_FLUSH > 0
-constexpr int kFp8StagesD128 = 3;
-#else
-constexpr int kFp8StagesD128 = 4;
-#endif
-
 // Operands of the tensor cores. k16Bit: those of the query's type. kInt8: queries and keys in int8. kInt8Fp8: also
 // weights and values in fp8 (e4m3). docs/design/attention-8bit.md.
 enum class Operands { k16Bit, kInt8, kInt8Fp8 };
@@ -102,21 +96,6 @@ struct Sm90Shape {
   static_assert(!kFp8 || kN == 128, "the keys of a tile are one swizzled row of transposed values");
   // Outputs that a thread accumulates in fp8 products before they are added in fp32, and how many times that takes.
   static constexpr int kPartOutputs = 32, kParts = kHead / 2 / kPartOutputs;
-  // Whether fp8 wgmma accumulates in the outputs, which are added up in fp32 in shared memory every kFlushTiles tiles;
-  // 0: never. Scales of values are then part of the logarithms of the weights.
-#if defined(STOF_FP8_FLUSH)
-  static constexpr bool kDirect = kFp8;
-  static constexpr int kFlushTiles = STOF_FP8_FLUSH;
-#else
-  static constexpr bool kDirect = false;
-  static constexpr int kFlushTiles = 0;
-#endif
-#if defined(STOF_NO_PING_PONG)
-  static constexpr bool kTakesTurns = !kInt8;
-#else
-  static constexpr bool kTakesTurns = true;
-#endif
-  static constexpr bool kFlushes = kDirect && kFlushTiles > 0;
   // The row max lies 2^kHeadroom below the largest score that it was set by, and is raised where a weight would exceed
   // kMostWeight = 2^kSlack. fp16 holds 2^14 with a factor of nearly four to spare, e4m3 at most 448.
   static constexpr float kHeadroom = kFp8 ? 7.0f : 0.0f, kSlack = kFp8 ? 8.75f : 14.0f;
@@ -146,10 +125,7 @@ struct Sm90Shape {
                                      kQueryStages * static_cast<int>(sizeof(WorkTileInfo)) +
                                      8 * (4 * kStages + 2 * kQueryStages) + 8 + (kDynamic ? 40 : 0) +
                                      (kInt8 ? kStages * kScaleBytes : 0);
-  static constexpr int kSumBytes = kFlushes ? 4 * kM * kHead : 0;
-  static constexpr int PipelineBytes(int output) {
-    return (kSumBytes + kOutput + output + kSmallBytes + 1023) / 1024 * 1024;
-  }
+  static constexpr int PipelineBytes(int output) { return (kOutput + output + kSmallBytes + 1023) / 1024 * 1024; }
   static constexpr int kMostBytes = 227 * 1024, kToAlign = 1024;
   // The output is staged in a buffer of its own where there is room, else in place of the queries.
   static constexpr bool kSeparateOutput =
@@ -159,8 +135,7 @@ struct Sm90Shape {
   // first.
   static constexpr bool kQueriesAfterKeys = kQueryStages == 1 && kSplit == 1 && !kSeparateOutput;
   static constexpr int kRelativeBiases = kOutput + (kSeparateOutput ? kOutputBytes : 0);
-  static constexpr int kSums = kRelativeBiases + kStages * 4 * kRelativeSize;
-  static constexpr int kScales = kSums + kSumBytes;
+  static constexpr int kScales = kRelativeBiases + kStages * 4 * kRelativeSize;
   static constexpr int kEntries = kScales + (kInt8 ? kStages * kScaleBytes : 0);
   static constexpr int kTileInfos = kEntries + kSlots * static_cast<int>(sizeof(Entry));
   static constexpr int kTileInfosEnd = kTileInfos + kQueryStages * static_cast<int>(sizeof(WorkTileInfo));
@@ -186,16 +161,9 @@ struct Sm90Shape {
   // Eager weights are computed before it is known whether the row max stays, so their scores are kept, too. The first
   // kEagerSums of them are summed. Both numbers follow from the registers that outputs, scores and weights leave.
   static constexpr int kSpareRegisters = kConsumerRegisters - kHead / 2 - kN / 2 -
-                                         (kFp8 ? kN / 8 + (kDirect ? 0 : kPartOutputs) : kN / 4) -
-                                         (kFullBias ? 40 : 0) - (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
-#if defined(STOF_EAGER)
-  static constexpr int kEagerSums = kInt8                              ? STOF_EAGER
-                                    : kSpareRegisters >= 64 && kN > 64 ? 16
-                                    : kSpareRegisters >= 48            ? 8
-                                                                       : 0;
-#else
+                                         (kFp8 ? kN / 8 + kPartOutputs : kN / 4) - (kFullBias ? 40 : 0) -
+                                         (kSkipsByScore && (kScoreMod || kHead > 128) ? 16 : 0);
   static constexpr int kEagerSums = kSpareRegisters >= 64 && kN > 64 ? 16 : kSpareRegisters >= 48 ? 8 : 0;
-#endif
   static constexpr int kEagerWeights = kEagerSums + (kEagerSums == 0 && kSplit > 1 ? 0 : 8);
 };
 

@@ -227,10 +227,10 @@ class Sm90Attention {
             S::kSplitsRows || S::kHalfTiles ? Uniform(info.subtile) : -1};
   }
   __device__ __forceinline__ void PingPongWait() const {
-    if constexpr (S::kConsumers > 1 && S::kTakesTurns) SyncNamed(1 + pipeline_ * S::kConsumers + wg_, 2 * kWarpgroup);
+    if constexpr (S::kConsumers > 1) SyncNamed(1 + pipeline_ * S::kConsumers + wg_, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void PingPongSignal() const {
-    if constexpr (S::kConsumers > 1 && S::kTakesTurns) {
+    if constexpr (S::kConsumers > 1) {
       ArriveNamed(1 + pipeline_ * S::kConsumers + (wg_ + 1) % S::kConsumers, 2 * kWarpgroup);
     }
   }
@@ -405,27 +405,17 @@ class Sm90Attention {
   // Scales of a KV tile: from a thread's accumulators to scores in units of log2, for two rows, the first 8 keys and
   // the others; and of its values.
   struct TileScales {
-    float first[2], others[2], value, value_log;
+    float first[2], others[2], value;
   };
   __device__ __forceinline__ void ComputeInt8WorkTile(const WorkTileInfo& info, int query, Ring<S::kStages>* keys,
                                                       Ring<S::kStages>* values, Ring<S::kSlots>* slots);
   __device__ __forceinline__ TileScales ReadTileScales(int stage, const float (&query_scale)[2]) const;
-  static __device__ __forceinline__ void ClearScores(float (&s)[kScores]);
-  static __device__ __forceinline__ void ClearWeights(float (&s)[kScores]);
   __device__ __forceinline__ void Int8Scores(int query, int stage, float (&s)[kScores]) const;
   static __device__ __forceinline__ void Dequantize(const TileScales& scales, const float (&base)[2],
                                                     float (&s)[kScores]);
-  static __device__ __forceinline__ void FinishInt8Weights(const TileScales& scales,
-                                                           typename RowSoftmax::EagerWeights* eager,
-                                                           float (&s)[kScores], float (&sum)[2]);
   static __device__ __forceinline__ void PackInt8Weights(const float (&s)[kScores], uint32_t (&weights)[kWeightWords]);
   __device__ __forceinline__ void AddFp8Values(int stage, int part, const uint32_t (&weights)[kWeightWords],
                                                float (&products)[S::kPartOutputs]) const;
-  __device__ __forceinline__ void AddAllFp8Values(int stage, const uint32_t (&weights)[kWeightWords],
-                                                  float (&o)[kOutputs]) const;
-  // Sums of outputs in shared memory: `factor` raises those of earlier tiles to the row max of today.
-  __device__ __forceinline__ void FlushOutputs(bool is_first, bool keeps, float (&factor)[2],
-                                               float (&o)[kOutputs]) const;
   static __device__ __forceinline__ void Promote(int part, const float (&scale)[2],
                                                  const float (&products)[S::kPartOutputs], float (&o)[kOutputs]);
 

@@ -82,10 +82,6 @@ static inline void LoadShared(int (&r)[2], uint32_t address) {
   r[0] = ReadShared<int>(address), r[1] = ReadShared<int>(address + 4);
 }
 static inline float LoadSharedFloat(uint32_t address) { return ReadShared<float>(address); }
-static inline void StoreSharedFloats(uint32_t address, float x, float y, float z, float w) {
-  const float4 words = {x, y, z, w};
-  std::memcpy(test::emulated_sm90::Current()->shared + address, &words, sizeof words);
-}
 static inline float2 LoadSharedFloats(uint32_t address) { return ReadShared<float2>(address); }
 
 static inline void ArriveNamed(int id, int threads) { NamedBarrier(id, threads).Arrive(); }
@@ -144,7 +140,7 @@ static void MultiplyAcross(float (&c)[kCount], const uint32_t* a, uint64_t b) {
   const QuadFragments quad = GatherQuad(a);
   const auto lane = static_cast<int>(test::emulated_sm90::Lane());
   const auto columns = static_cast<uint32_t>(b >> 16 & 0x3fff) * 16;
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < 32; ++i) {
     const int r = i % 4 / 2, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const uint32_t word = quad.of[k % 8 / 2][k / 8 * 2 + r];
@@ -178,11 +174,10 @@ static inline void WgmmaInt8(float (&c)[64], uint64_t a, uint64_t b) {
   }
 }
 // Register 0 of A has columns 4 t to 4 t + 3 of row g, 1 of row g + 8, 2 and 3 those 16 columns further.
-template <int kCount>
-static void WgmmaFp8(float (&c)[kCount], const uint32_t* a, uint64_t b, int add) {
+static inline void WgmmaFp8(float (&c)[32], const uint32_t* a, uint64_t b, int add) {
   const QuadFragments quad = GatherQuad(a);
   const auto lane = static_cast<int>(test::emulated_sm90::Lane());
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < 32; ++i) {
     const int r = i % 4 / 2, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     float sum = add != 0 ? c[i] : 0.0f;
     for (int k = 0; k < 32; ++k) {

@@ -67,16 +67,11 @@ inline Result Attend(const Dense& p) {
 // Scales are fp32, as what they multiply: 16-bit inputs often lie in the middle between two codes, where rounding is to
 // even.
 inline float ScaleOf(double largest, float most) { return std::max(static_cast<float>(largest) / most, 0x1p-60f); }
-inline float PowerOfTwoFrom(float x) {
-  const float power = std::exp2(std::ceil(std::log2(x)));
-  return x > 0 ? std::max(power, 0x1p-60f) : 0x1p-60f;
-}
 inline float InUnits(double x, float scale) { return static_cast<float>(x) * (1.0f / scale); }
 
 // What is quantized: keys less their mean in int8, and their scales; values in e4m3, and theirs.
 struct Quantized {
   std::vector<double> mean, key, key_scale, value;  // [B, G, D], [B, G, T, D], [B, G, T], [B, G, T, D]
-  std::vector<double> value_log;                    // [B, G, T]
 };
 inline Quantized Quantize(const Dense& p, bool fp8) {
   Quantized q;
@@ -107,9 +102,7 @@ inline Quantized Quantize(const Dense& p, bool fp8) {
         }
       }
       for (int64_t k = first; k < end; ++k) {
-        const float scale = ScaleOf(largest[group(k)], 127);
-        const float value_scale = PowerOfTwoFrom(static_cast<float>(largest_value) / 448.0f);
-        q.value_log.push_back(fp8 ? std::log2(value_scale) : 0.0);
+        const float scale = ScaleOf(largest[group(k)], 127), value_scale = ScaleOf(largest_value, 448);
         q.key_scale[static_cast<size_t>(bg * p.T + k)] = scale;
         for (int64_t d = 0; d < p.D && exists(k); ++d) {
           const auto at = static_cast<size_t>((bg * p.T + k) * p.D + d);
@@ -126,8 +119,7 @@ inline Quantized Quantize(const Dense& p, bool fp8) {
 // Attention with quantized operands. orders[row]: the KV tiles of a query of [B, H, S] in the kernel's order. round:
 // weights to the type of the products.
 template <typename Round>
-Result AttendQuantized(const Dense& p, bool fp8, bool direct, const std::vector<std::vector<int32_t>>& orders,
-                       const Round& round) {
+Result AttendQuantized(const Dense& p, bool fp8, const std::vector<std::vector<int32_t>>& orders, const Round& round) {
   const double headroom = fp8 ? 7 : 0, slack = fp8 ? 8.75 : 14;
   const Quantized q = Quantize(p, fp8);
   Result result;
@@ -148,10 +140,8 @@ Result AttendQuantized(const Dense& p, bool fp8, bool direct, const std::vector<
     double base = -kInfinity, sum = 0;
     for (const int32_t tile : orders[static_cast<size_t>(row)]) {
       const int64_t first = tile * kTile, end = std::min(p.T, first + kTile);
-      // The scale of the tile's values, where weights have it.
-      const double log_scale_of_values = direct ? q.value_log[static_cast<size_t>(bg * p.T + first)] : 0.0;
       std::vector<double> scores;
-      for (int64_t k = first; k < end; ++k) scores.push_back(score(k) + log_scale_of_values);
+      for (int64_t k = first; k < end; ++k) scores.push_back(score(k));
       const double top = *std::max_element(scores.begin(), scores.end());
       if (top == -kInfinity) continue;
       if (base == -kInfinity || top - base > slack) {
@@ -161,11 +151,8 @@ Result AttendQuantized(const Dense& p, bool fp8, bool direct, const std::vector<
       }
       for (int64_t k = first; k < end; ++k) {
         const double weight = std::exp2(scores[static_cast<size_t>(k - first)] - base);
-        const double value_scale = std::exp2(log_scale_of_values);
-        sum += weight / value_scale;
-        for (int64_t d = 0; d < p.D; ++d) {
-          o[static_cast<size_t>(d)] += round(weight) / value_scale * p.Row(q.value, bg, p.T, k)[d];
-        }
+        sum += weight;
+        for (int64_t d = 0; d < p.D; ++d) o[static_cast<size_t>(d)] += round(weight) * p.Row(q.value, bg, p.T, k)[d];
       }
     }
     const bool empty = !(sum > 0);

@@ -158,7 +158,7 @@ Result Define(const Dense& p) {
   std::vector<int32_t> order;
   for (int32_t tile = 0; tile < CeilDiv(p.T, kTile); ++tile) order.push_back(tile);
   const std::vector<std::vector<int32_t>> orders(static_cast<size_t>(p.B * p.H * p.S), order);
-  return AttendQuantized(p, false, false, orders, ToBf16);
+  return AttendQuantized(p, false, orders, ToBf16);
 }
 
 template <int64_t kD, int kRows>

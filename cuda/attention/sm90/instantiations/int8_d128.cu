@@ -5,7 +5,7 @@ namespace stof {
 namespace cuda {
 
 KernelTable FindSm90Int8D128(const KernelProblem& problem) {
-  return sm90::Int8Kernels<sm90::Head<128>, sm90::kFp8StagesD128, 3>::Find(problem);
+  return sm90::Int8Kernels<sm90::Head<128>, 4, 3>::Find(problem);
 }
 
 }  // namespace cuda

@@ -48,18 +48,6 @@ __device__ __forceinline__ void WgmmaFp8(float (&c)[32], const uint32_t* a, uint
       : STOF_F32(c)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
-// The same for 128 columns of values, in one instruction.
-__device__ __forceinline__ void WgmmaFp8(float (&c)[64], const uint32_t* a, uint64_t b, int add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " STOF_R64 ", {%64, %65, %66, %67}, %68, add, 1, 1;\n}\n"
-      : STOF_F64(c)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
-__device__ __forceinline__ void StoreSharedFloats(uint32_t address, float x, float y, float z, float w) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
 #undef STOF_B4
 #undef STOF_B16
 #undef STOF_B64

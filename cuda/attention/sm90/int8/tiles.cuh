@@ -56,7 +56,6 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
     return;
   }
   if (S::kPingPongEnds) PingPongWait();
-  ClearScores(s);
   Int8Scores(query, keys->at, s);
   WgmmaCommit();
   if (S::kPingPongEnds) PingPongSignal();
@@ -75,41 +74,25 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
   const float none[2] = {0.0f, 0.0f};
   Dequantize(scales, none, s);
   RowSoftmax::template RaiseMax<true>(1.0f, none, s, &eager, row_max, factor, sum);
-  FinishInt8Weights(scales, &eager, s, sum);
+  RowSoftmax::FinishWeights(&eager, s, sum);
   PackInt8Weights(s, weights);
-#if defined(STOF_CLEAR_EARLY)
-  ClearWeights(s);
-#endif
-  int unflushed = 0;
-  bool flushed = false;
-  float since_flush[2] = {1.0f, 1.0f};
   while (!last) {
     slots->Next();
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
     PingPongWait();
     PinRegisters(o);
     PinRegisters(weights);
-#if !defined(STOF_CLEAR_EARLY)
-    ClearScores(s);
-#endif
     Int8Scores(query, keys->at, s);
     WgmmaCommit();
-#if defined(STOF_SIGNAL_EARLY)
-    PingPongSignal();
-#endif
     Wait(Barrier(kValueFull, values->at), values->phase);
-    if constexpr (S::kDirect) {
-      AddAllFp8Values(values->at, weights, o);
-    } else if constexpr (S::kFp8) {
+    if constexpr (S::kFp8) {
       AddFp8Values(values->at, 0, weights, products);
     } else {
       WgmmaFence();
       AddValues(values->at, weights, o);
     }
     WgmmaCommit();
-#if !defined(STOF_SIGNAL_EARLY)
     PingPongSignal();
-#endif
     // Of the values in flight, and for what is added to the outputs last.
     float promoted[2] = {scales.value, scales.value};
     code = next;
@@ -124,7 +107,7 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
     const float base[2] = {RowSoftmax::SubtractedMax(row_max[0]), RowSoftmax::SubtractedMax(row_max[1])};
     Dequantize(scales, base, s);
     RowSoftmax::FirstWork(s, &eager);
-    if constexpr (S::kFp8 && !S::kDirect) {
+    if constexpr (S::kFp8) {
 #pragma unroll
       for (int part = 1; part < S::kParts; ++part) {
         WgmmaWait<0>();
@@ -142,8 +125,7 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
         if (info.row0 + row_ + 8 * r >= p.S) row_max[r] = 0.0f;
       }
       if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) != 0) {
-        if constexpr (S::kFlushes) since_flush[0] *= factor[0], since_flush[1] *= factor[1];
-        if constexpr (S::kFp8 && !S::kDirect) {
+        if constexpr (S::kFp8) {
 #pragma unroll
           for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
 #pragma unroll
@@ -154,24 +136,15 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
       }
     }
     WgmmaWait<0>();
-    if constexpr (S::kFp8 && !S::kDirect) {
+    if constexpr (S::kFp8) {
       PinRegisters(products);
       Promote(S::kParts - 1, promoted, products, o);
     } else {
       PinRegisters(o);
     }
     PinRegisters(weights);
-    FinishInt8Weights(scales, &eager, s, sum);
+    RowSoftmax::FinishWeights(&eager, s, sum);
     PackInt8Weights(s, weights);
-#if defined(STOF_CLEAR_EARLY)
-    ClearWeights(s);
-#endif
-    if constexpr (S::kFlushes) {
-      if (++unflushed == S::kFlushTiles) {
-        FlushOutputs(!flushed, true, since_flush, o);
-        unflushed = 0, flushed = true;
-      }
-    }
     Release(Barrier(kValueEmpty, values->at));
     values->Next();
     next = Uniform(flags_and_next[1]);
@@ -184,11 +157,7 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
   if (S::kPingPongEnds) PingPongWait();
   PinRegisters(o);
   PinRegisters(weights);
-  if constexpr (S::kDirect) {
-    AddAllFp8Values(values->at, weights, o);
-    WgmmaCommit();
-    if (S::kPingPongEnds) PingPongSignal();
-  } else if constexpr (S::kFp8) {
+  if constexpr (S::kFp8) {
     const float promoted[2] = {scales.value, scales.value};
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
@@ -212,9 +181,6 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
   PinRegisters(o);
   Release(Barrier(kValueEmpty, values->at));
   values->Next();
-  if constexpr (S::kFlushes) {
-    if (flushed) FlushOutputs(false, false, since_flush, o);
-  }
   StoreOutput(info, query, o, row_scales);
   while (MaySkip(TrailingSkips(next))) {
     Wait(Barrier(kKeyFull, keys->at), keys->phase);
@@ -223,27 +189,13 @@ __device__ __forceinline__ void Sm90Attention<S, T>::ComputeInt8WorkTile(const W
   }
 }
 
-template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::ClearScores(float (&s)[kScores]) {
-#pragma unroll
-  for (int i = 0; i < kScores; ++i) s[i] = kInt8ZeroFloat;
-  PinRegisters(s);
-}
-
-// Weights to kInt8ZeroFloat. As moves of a constant, ptxas (13.0) would put them behind the wait for the turn of
-// ping-pong scheduling, when the tensor cores have nothing to do.
-template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::ClearWeights(float (&s)[kScores]) {
-#pragma unroll
-  for (int i = 0; i < kScores; ++i) s[i] = s[i] * 0.0f + kInt8ZeroFloat;
-  PinRegisters(s);
-}
-
-// s += queries · keysᵀ in int32, as floats that exceed kInt8ZeroFloat by it.
+// s = queries · keysᵀ, as floats that exceed kInt8ZeroFloat by it.
 template <typename S, typename T>
 __device__ __forceinline__ void Sm90Attention<S, T>::Int8Scores(int query, int stage, float (&s)[kScores]) const {
   const uint32_t a = inner_ + query * (S::kQueryBytes / 16) + wg_ * (kHead / S::kInnerAtom * 64 * S::kInnerSpan / 16);
   const uint32_t b = inner_ + S::kKeys / 16 + stage * (S::kKeyBytes / 16);
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) s[i] = kInt8ZeroFloat;
   PinRegisters(s);
   WgmmaFence();
 #pragma unroll
@@ -261,8 +213,7 @@ __device__ __forceinline__ typename Sm90Attention<S, T>::TileScales Sm90Attentio
   TileScales scales;
 #pragma unroll
   for (int r = 0; r < 2; ++r) scales.first[r] = query_scale[r] * first, scales.others[r] = query_scale[r] * others;
-  scales.value = S::kFp8 ? LoadSharedFloat(from + 4 * (S::kDirect ? kValueInverse : kValueScale)) : 1.0f;
-  scales.value_log = S::kDirect ? LoadSharedFloat(from + 4 * kValueLog) : 0.0f;
+  scales.value = S::kFp8 ? LoadSharedFloat(from + 4 * kValueScale) : 1.0f;
   return scales;
 }
 
@@ -273,29 +224,13 @@ __device__ __forceinline__ void Sm90Attention<S, T>::Dequantize(const TileScales
   float less[2][2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float less_base = S::kDirect ? base[r] - scales.value_log : base[r];
-    less[0][r] = scales.first[r] * kInt8ZeroFloat + less_base;
-    less[1][r] = scales.others[r] * kInt8ZeroFloat + less_base;
+    less[0][r] = scales.first[r] * kInt8ZeroFloat + base[r];
+    less[1][r] = scales.others[r] * kInt8ZeroFloat + base[r];
   }
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
     const int r = RowSoftmax::RowOf(i);
     s[i] = i < 4 ? s[i] * scales.first[r] - less[0][r] : s[i] * scales.others[r] - less[1][r];
-  }
-}
-
-// The remaining weights and the row sums. Where weights have the scale of the tile's values, sums lose it again.
-template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::FinishInt8Weights(const TileScales& scales,
-                                                                       typename RowSoftmax::EagerWeights* eager,
-                                                                       float (&s)[kScores], float (&sum)[2]) {
-  if constexpr (S::kDirect) {
-    float own[2] = {0.0f, 0.0f};
-    RowSoftmax::FinishWeights(eager, s, own);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] += own[r] * scales.value;
-  } else {
-    RowSoftmax::FinishWeights(eager, s, sum);
   }
 }
 
@@ -324,37 +259,6 @@ __device__ __forceinline__ void Sm90Attention<S, T>::AddFp8Values(int stage, int
   for (int k = 0; k < S::kN / 32; ++k) {
     WgmmaFp8(products, weights + 4 * k, InnerOperand<128>(b + k * 32 / 16), k > 0);
   }
-}
-
-// o += weights · values
-template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::AddAllFp8Values(int stage, const uint32_t (&weights)[kWeightWords],
-                                                                     float (&o)[kOutputs]) const {
-  const uint32_t b = inner_ + (S::kValues + stage * S::kValueBytes) / 16;
-  WgmmaFence();
-#pragma unroll
-  for (int k = 0; k < S::kN / 32; ++k) WgmmaFp8(o, weights + 4 * k, InnerOperand<128>(b + k * 32 / 16), 1);
-}
-
-template <typename S, typename T>
-__device__ __forceinline__ void Sm90Attention<S, T>::FlushOutputs(bool is_first, bool keeps, float (&factor)[2],
-                                                                  float (&o)[kOutputs]) const {
-  const uint32_t own =
-      base_ + S::kSums + wg_ * (kOutputs * kWarpgroup * 4) + static_cast<int>(threadIdx.x) % kWarpgroup * 16;
-#pragma unroll
-  for (int i = 0; i < kOutputs; i += 4) {
-    const uint32_t at = own + i * (kWarpgroup * 4);
-    if (!is_first) {
-      const float2 low = LoadSharedFloats(at), high = LoadSharedFloats(at + 8);
-      o[i] += low.x * factor[0], o[i + 1] += low.y * factor[0];
-      o[i + 2] += high.x * factor[1], o[i + 3] += high.y * factor[1];
-    }
-    if (keeps) {
-      StoreSharedFloats(at, o[i], o[i + 1], o[i + 2], o[i + 3]);
-      o[i] = o[i + 1] = o[i + 2] = o[i + 3] = 0.0f;
-    }
-  }
-  factor[0] = factor[1] = 1.0f;
 }
 
 template <typename S, typename T>
