@@ -140,7 +140,7 @@ static void MultiplyAcross(float (&c)[kCount], const uint32_t* a, uint64_t b) {
   const QuadFragments quad = GatherQuad(a);
   const auto lane = static_cast<int>(test::emulated_sm90::Lane());
   const auto columns = static_cast<uint32_t>(b >> 16 & 0x3fff) * 16;
-  for (int i = 0; i < 32; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     const int r = i % 4 / 2, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const uint32_t word = quad.of[k % 8 / 2][k / 8 * 2 + r];
