@@ -142,7 +142,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-bf16",
         action="store_true",
-        help="let attention, and matmuls by constants, compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
+        help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
     )
 
 
