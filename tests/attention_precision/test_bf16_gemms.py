@@ -11,8 +11,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from precision_runs import run
+from precision_runs import leave_gemms, run
 
+# isort: split
+from trained_runs import COUNT, LENGTH, evaluate, measured_options, texts_of, write_model
+
+# isort: split
+import stof
 from stof.graph.index import DOMAIN
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.library import library_path
@@ -255,6 +260,29 @@ def test_plans_keep_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "the optimized model has no such matmul" in capsys.readouterr().err
 
 
+@REAL
+@pytest.mark.parametrize("name", ["documents", "prompts"])
+def test_trained_models_find_records(name: str, tmp_path: Path) -> None:
+    """With attention and all linear layers in bf16. Tokens that nobody can tell are ties: their agreement says nothing."""
+    path = write_model(tmp_path, name)
+    given = texts_of(name, LENGTH, 2, seed=1)
+    status, target, report = run(tmp_path, path, "--allow-bf16", *measured_options(tmp_path, name, given))
+    assert status == 0
+    found = report["attention_precision"]
+    assert all(row["reduced"] and row["relative_rms"] <= 0.01 for row in found["gemms"]["rows"])
+    assert len(gemms_of(target)) == len(found["gemms"]["rows"]) > 5
+    if name == "prompts":
+        assert 1e-10 < found["loss"]["kl"] < 1e-4
+    else:
+        assert found["cosines"]["logits"] > 0.9999
+    texts = texts_of(name, LENGTH, COUNT, seed=5)
+    dense = tmp_path / "dense.onnx"
+    stof.optimize(path, dense, verify=False)
+    exact, accuracy = evaluate(dense, name, texts)[0], evaluate(target, name, texts)[0]
+    assert exact >= 0.98
+    assert accuracy >= exact - 0.005
+
+
 def test_nothing_changes_without_the_option(tmp_path: Path) -> None:
     status, target, _ = run(tmp_path, bert_layer(tmp_path / "model.onnx"))
     assert status == 0
@@ -262,11 +290,7 @@ def test_nothing_changes_without_the_option(tmp_path: Path) -> None:
 
 
 def test_machines_without_a_kernel_keep_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stof.attention_precision import apply
-    from stof.fusion.decide import measured
-
-    for module in (apply, measured):
-        monkeypatch.setattr(module, "cpu_bf16_gemm_kernel", lambda: "")
+    leave_gemms(monkeypatch)
     status, target, report = run(tmp_path, bert_layer(tmp_path / "model.onnx"), "--allow-bf16")
     assert status == 0
     assert not gemms_of(target)
