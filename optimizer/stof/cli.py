@@ -116,7 +116,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--products",
         choices=("on", "off"),
         default="on",
-        help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
+        help="whether StofGemm may take a matmul with its epilogue (CUDA; the CPU where --tune found a gain, or by --allow-bf16)",
     )
     group.add_argument(
         "--unpad",

@@ -283,10 +283,13 @@ def test_trained_models_find_records(name: str, tmp_path: Path) -> None:
     assert accuracy >= exact - 0.005
 
 
-def test_nothing_changes_without_the_option(tmp_path: Path) -> None:
-    status, target, _ = run(tmp_path, bert_layer(tmp_path / "model.onnx"))
+@pytest.mark.parametrize("options", [[], ["--allow-bf16", "--products", "off"]])
+def test_nothing_changes_without_the_option(options: list[str], tmp_path: Path) -> None:
+    status, target, report = run(tmp_path, bert_layer(tmp_path / "model.onnx"), *options)
     assert status == 0
     assert not gemms_of(target)
+    found = report["attention_precision"]
+    assert found is None or found["gemms"]["rows"] == []
 
 
 def test_machines_without_a_kernel_keep_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
