@@ -82,14 +82,24 @@ class _Graph:
         return path
 
 
-def bert_layer(path: Path) -> Path:
-    """Attention and MLP with biases, GELU and residuals."""
+def bert_layer(path: Path, *, has_erf: bool = False) -> Path:
+    """Attention and MLP with biases, GELU, spelled out on request, and residuals."""
     g = _Graph()
     q, k, v = (g.heads(g.linear("x", _HIDDEN, _HIDDEN)) for _ in range(3))
     attended = g.add("Add", [g.linear(g.attention(q, k, v), _HIDDEN, _HIDDEN), "x"])
     normed = g.add("LayerNormalization", [attended, g.weight(_HIDDEN)], axis=-1)
-    hidden = g.add("Gelu", [g.linear(normed, _HIDDEN, 512)])
+    hidden = g.linear(normed, _HIDDEN, 512)
+    if has_erf:
+        raised = g.add("Add", [g.add("Erf", [g.add("Div", [hidden, g.constant(2**0.5)])]), g.constant(1.0)])
+        hidden = g.add("Mul", [g.add("Mul", [hidden, raised]), g.constant(0.5)])
+    else:
+        hidden = g.add("Gelu", [hidden])
     return g.save(path, g.add("Add", [g.linear(hidden, 512, _HIDDEN), normed]))
+
+
+def erf_layer(path: Path) -> Path:
+    """The same as older exporters write it."""
+    return bert_layer(path, has_erf=True)
 
 
 def modernbert_layer(path: Path) -> Path:
@@ -131,6 +141,7 @@ LAYERS = pytest.mark.parametrize(
     ("layer", "operators"),
     [
         (bert_layer, ["MatMul Add", "MatMul Add", "MatMul Add", "MatMul Add Add", "MatMul Add Gelu", "MatMul Add Add"]),
+        (erf_layer, [*["MatMul Add"] * 3, "MatMul Add Add", "MatMul Add Div Erf Add Mul Mul", "MatMul Add Add"]),
         (modernbert_layer, ["MatMul", "MatMul Add", "MatMul Split Gelu Mul", "MatMul Add"]),
     ],
 )
