@@ -32,13 +32,17 @@ inline int64_t PaddedDepth(int64_t K) { return RoundUp(K, kDepthStep); }
 // Of a panel with so many columns that count.
 inline int64_t PanelWidth(int64_t wide) { return RoundUp(wide, kVector); }
 
+// Elements of a rounded row lie together, or those of 16 rows that a tile register takes at a time.
 void RoundRows(const float* a, int64_t K, int64_t count, int64_t rows, uint16_t* to) {
-  const int64_t depth = PaddedDepth(K);
-  for (int64_t m = 0; m < count; ++m, to += depth) {
-    RoundToBf16(a + m * K, K, reinterpret_cast<Bf16*>(to));
-    Fill(to + K, to + depth, uint16_t{0});
+  const int64_t depth = PaddedDepth(K), step = kHasTiles ? kDepthStep : depth;
+  for (int64_t m = 0; m < rows; ++m) {
+    uint16_t* row = to + m / kRowUnit * kRowUnit * depth + m % kRowUnit * step;
+    for (int64_t k = 0; k < depth; k += step, row += kRowUnit * step) {
+      const int64_t some = m < count ? Clamp(K - k, 0, step) : 0;
+      if (some > 0) RoundToBf16(a + m * K + k, some, reinterpret_cast<Bf16*>(row));
+      Fill(row + some, row + step, uint16_t{0});
+    }
   }
-  Fill(to, to + (rows - count) * depth, uint16_t{0});
 }
 
 void PackBf16Panel(const float* b, int64_t stride, int64_t K, int64_t wide, uint16_t* panel) {
@@ -59,24 +63,35 @@ void PackBf16Panel(const float* b, int64_t stride, int64_t K, int64_t wide, uint
   }
 }
 
+// The panel to prefetch, `step` bytes with each step of k. Addresses beyond the panels do no harm. Tile registers use
+// it: they take a panel faster than the hardware fetches one.
+struct NextPanel {
+  const char* at;
+  int64_t step;
+};
+
 #if defined(STOF_TILES)
 // c[16 kRows, 16 kBlock], rows kPanelColumns apart, = a · panel.
 template <int kRows, int kBlock>
-void SumTile(const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+void SumTile(const Bf16* a, int64_t depth, const Bf16* panel, float* c, NextPanel next) {
   STOF_STORE_FOR_TILES();
   ZeroSumTiles<4>();
   for (int64_t k = 0; k < depth; k += kTileDepth) {
-    AddTileGrid<kRows, kBlock>(a + k, 2 * depth, panel + k * kSumColumns, 4 * kSumColumns, 2 * kSumColumns * depth);
+    for (int64_t i = 0; i < next.step; i += 64) __builtin_prefetch(next.at + i, 0, 2);
+    next.at += next.step;
+    AddTileGrid<kRows, kBlock>(a + k * kSumRows, 2 * kSumRows * depth, panel + k * kSumColumns,
+                               2 * kSumColumns * depth);
   }
   StoreTileGrid<kRows, kBlock>(c, 4 * kPanelColumns);
 }
 
-inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, const Bf16* panel, float* c,
+                 NextPanel next) {
   const bool has_two = width > kSumColumns;
   if (rows > kSumRows) {
-    has_two ? SumTile<2, 2>(a, depth, panel, c) : SumTile<2, 1>(a, depth, panel, c);
+    has_two ? SumTile<2, 2>(a, depth, panel, c, next) : SumTile<2, 1>(a, depth, panel, c, next);
   } else {
-    has_two ? SumTile<1, 2>(a, depth, panel, c) : SumTile<1, 1>(a, depth, panel, c);
+    has_two ? SumTile<1, 2>(a, depth, panel, c, next) : SumTile<1, 1>(a, depth, panel, c, next);
   }
 }
 #else
@@ -128,7 +143,8 @@ struct SumTiles<0> {
   static SumFunction Of(int64_t, int64_t) { return nullptr; }
 };
 
-inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, const Bf16* panel, float* c) {
+inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, const Bf16* panel, float* c,
+                 NextPanel /*next*/) {
   SumTiles<kMostRows>::Of(rows, width)(a, depth, panel, c);
 }
 #endif
@@ -140,12 +156,19 @@ void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int6
   const int64_t wide = Min(kPanelColumns, p.N - n0), width = PanelWidth(wide);
   const auto* const panels = reinterpret_cast<const Bf16*>(p.panels + panel * p.products * depth * kPanelColumns);
   const auto* a = reinterpret_cast<const Bf16*>(p.rounded) + m0 * depth;
+  // Few tiles leave no time for a prefetch, and the hardware prefetches what is read in order.
+  const int64_t row_tiles = (rows + kMostRows - 1) / kMostRows;
+  const int64_t step = row_tiles < 4 ? 0 : RoundUp((kDepthStep * width * 2 + row_tiles - 1) / row_tiles, 64);
+  const auto* next = reinterpret_cast<const char*>(panels + p.products * depth * width);
   float* const c[2] = {workspace, workspace + kMostRows * kPanelColumns};
   for (int64_t m = 0; m < rows;) {
     // As many rows in each of the last tiles, give or take one; tile registers have theirs whole.
     const int64_t rest = (rows - m + kMostRows - 1) / kMostRows;
     const int64_t count = kHasTiles ? Min(kMostRows, rows - m) : (rows - m) / rest;
-    for (int64_t i = 0; i < p.products; ++i) Sums(count, width, a, depth, panels + i * depth * width, c[i]);
+    for (int64_t i = 0; i < p.products; ++i) {
+      Sums(count, width, a, depth, panels + i * depth * width, c[i], {next, step});
+      next += step * (depth / kDepthStep);
+    }
     const int64_t row = p.first + m0 + m;
     if (args.epilogue != nullptr) {
       const EpilogueBlock block = {c[0], p.products > 1 ? c[1] : nullptr, kPanelColumns, kPanelColumns,

@@ -81,21 +81,20 @@ inline void AddHalfTileProducts(const void* left, int64_t left_step, const void*
 }
 
 // Adds the products of kRows blocks of 16 rows and kBlock blocks of 16 columns, each 1 or 2, over a depth of 32: sums
-// of row block i and column block j are in tile 2 i + j. A factor's step between blocks is in bytes, like that between
-// its rows.
+// of row block i and column block j are in tile 2 i + j. A factor's block is 1 KiB that lies together; its blocks are
+// so many bytes apart.
 template <int kRows, int kBlock>
-inline void AddTileGrid(const void* left, int64_t left_step, const void* right, int64_t right_step,
-                        int64_t right_block) {
+inline void AddTileGrid(const void* left, int64_t left_block, const void* right, int64_t right_block) {
   const char *const a = static_cast<const char*>(left), *const b = static_cast<const char*>(right);
-  _tile_loadd(4, a, left_step);
-  _tile_loadd(6, b, right_step);
+  _tile_loadd(4, a, 64);
+  _tile_loadd(6, b, 64);
   _tile_dpbf16ps(0, 4, 6);
   if constexpr (kBlock > 1) {
-    _tile_loadd(7, b + right_block, right_step);
+    _tile_loadd(7, b + right_block, 64);
     _tile_dpbf16ps(1, 4, 7);
   }
   if constexpr (kRows > 1) {
-    _tile_loadd(5, a + 16 * left_step, left_step);
+    _tile_loadd(5, a + left_block, 64);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (kBlock > 1) _tile_dpbf16ps(3, 5, 7);
   }
@@ -109,6 +108,7 @@ inline void StoreSumTiles(float* to, int64_t step, int64_t block_step) {
   if constexpr (kBlock > 2) _tile_stored(2, block + 2 * block_step, step);
   if constexpr (kBlock > 3) _tile_stored(3, block + 3 * block_step, step);
 }
+
 // Stores what AddTileGrid has summed. step: bytes between rows.
 template <int kRows, int kBlock>
 inline void StoreTileGrid(float* to, int64_t step) {

@@ -116,7 +116,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--products",
         choices=("on", "off"),
         default="on",
-        help="whether StofGemm may take a matmul with its epilogue (on CUDA; on the CPU where --tune found a gain)",
+        help="whether StofGemm may take a matmul with its epilogue (CUDA; the CPU where --tune found a gain, or by --allow-bf16)",
     )
     group.add_argument(
         "--unpad",
@@ -142,7 +142,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-bf16",
         action="store_true",
-        help="let attention, and matmuls by constants, compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
+        help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
     )
 
 

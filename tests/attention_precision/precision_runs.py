@@ -13,7 +13,8 @@ import pytest
 
 from stof import cli
 from stof.arguments.precisions import BF16
-from stof.attention_precision import layers
+from stof.attention_precision import apply, layers
+from stof.fusion.decide import measured
 from stof.graph.index import DOMAIN, all_nodes
 from stof.runtime.library import LibraryError
 from stof.runtime.limits import kernel_in_precision, takes_attribute
@@ -40,6 +41,12 @@ def simulate_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators that know the attribute. Those of a library without it ignore it, as a machine without instructions does."""
     if not all(takes_attribute(op, BF16.attribute) for op in OPS):
         monkeypatch.setattr(layers, "takes_attribute", lambda op, attribute: True)
+
+
+def leave_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matmuls by constant weights stay as they are, as on a machine without a kernel for them."""
+    for module in (apply, measured):
+        monkeypatch.setattr(module, "cpu_bf16_gemm_kernel", lambda: "")
 
 
 def run(folder: Path, model: Path, *options: str) -> tuple[int, Path, dict[str, Any]]:

@@ -11,8 +11,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from precision_runs import run
+from precision_runs import leave_gemms, run
 
+# isort: split
+from trained_runs import COUNT, LENGTH, evaluate, measured_options, texts_of, write_model
+
+# isort: split
+import stof
 from stof.graph.index import DOMAIN
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.library import library_path
@@ -77,14 +82,24 @@ class _Graph:
         return path
 
 
-def bert_layer(path: Path) -> Path:
-    """Attention and MLP with biases, GELU and residuals."""
+def bert_layer(path: Path, *, has_erf: bool = False) -> Path:
+    """Attention and MLP with biases, GELU, spelled out on request, and residuals."""
     g = _Graph()
     q, k, v = (g.heads(g.linear("x", _HIDDEN, _HIDDEN)) for _ in range(3))
     attended = g.add("Add", [g.linear(g.attention(q, k, v), _HIDDEN, _HIDDEN), "x"])
     normed = g.add("LayerNormalization", [attended, g.weight(_HIDDEN)], axis=-1)
-    hidden = g.add("Gelu", [g.linear(normed, _HIDDEN, 512)])
+    hidden = g.linear(normed, _HIDDEN, 512)
+    if has_erf:
+        raised = g.add("Add", [g.add("Erf", [g.add("Div", [hidden, g.constant(2**0.5)])]), g.constant(1.0)])
+        hidden = g.add("Mul", [g.add("Mul", [hidden, raised]), g.constant(0.5)])
+    else:
+        hidden = g.add("Gelu", [hidden])
     return g.save(path, g.add("Add", [g.linear(hidden, 512, _HIDDEN), normed]))
+
+
+def erf_layer(path: Path) -> Path:
+    """The same as older exporters write it."""
+    return bert_layer(path, has_erf=True)
 
 
 def modernbert_layer(path: Path) -> Path:
@@ -126,6 +141,7 @@ LAYERS = pytest.mark.parametrize(
     ("layer", "operators"),
     [
         (bert_layer, ["MatMul Add", "MatMul Add", "MatMul Add", "MatMul Add Add", "MatMul Add Gelu", "MatMul Add Add"]),
+        (erf_layer, [*["MatMul Add"] * 3, "MatMul Add Add", "MatMul Add Div Erf Add Mul Mul", "MatMul Add Add"]),
         (modernbert_layer, ["MatMul", "MatMul Add", "MatMul Split Gelu Mul", "MatMul Add"]),
     ],
 )
@@ -255,18 +271,40 @@ def test_plans_keep_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "the optimized model has no such matmul" in capsys.readouterr().err
 
 
-def test_nothing_changes_without_the_option(tmp_path: Path) -> None:
-    status, target, _ = run(tmp_path, bert_layer(tmp_path / "model.onnx"))
+@REAL
+@pytest.mark.parametrize("name", ["documents", "prompts"])
+def test_trained_models_find_records(name: str, tmp_path: Path) -> None:
+    """With attention and all linear layers in bf16. Tokens that nobody can tell are ties: their agreement says nothing."""
+    path = write_model(tmp_path, name)
+    given = texts_of(name, LENGTH, 2, seed=1)
+    status, target, report = run(tmp_path, path, "--allow-bf16", *measured_options(tmp_path, name, given))
+    assert status == 0
+    found = report["attention_precision"]
+    assert all(row["reduced"] and row["relative_rms"] <= 0.01 for row in found["gemms"]["rows"])
+    assert len(gemms_of(target)) == len(found["gemms"]["rows"]) > 5
+    if name == "prompts":
+        assert 1e-10 < found["loss"]["kl"] < 1e-4
+    else:
+        assert found["cosines"]["logits"] > 0.9999
+    texts = texts_of(name, LENGTH, COUNT, seed=5)
+    dense = tmp_path / "dense.onnx"
+    stof.optimize(path, dense, verify=False)
+    exact, accuracy = evaluate(dense, name, texts)[0], evaluate(target, name, texts)[0]
+    assert exact >= 0.98
+    assert accuracy >= exact - 0.005
+
+
+@pytest.mark.parametrize("options", [[], ["--allow-bf16", "--products", "off"]])
+def test_nothing_changes_without_the_option(options: list[str], tmp_path: Path) -> None:
+    status, target, report = run(tmp_path, bert_layer(tmp_path / "model.onnx"), *options)
     assert status == 0
     assert not gemms_of(target)
+    found = report["attention_precision"]
+    assert found is None or found["gemms"]["rows"] == []
 
 
 def test_machines_without_a_kernel_keep_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stof.attention_precision import apply
-    from stof.fusion.decide import measured
-
-    for module in (apply, measured):
-        monkeypatch.setattr(module, "cpu_bf16_gemm_kernel", lambda: "")
+    leave_gemms(monkeypatch)
     status, target, report = run(tmp_path, bert_layer(tmp_path / "model.onnx"), "--allow-bf16")
     assert status == 0
     assert not gemms_of(target)

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from precision_runs import REAL, flags_of, run
+from precision_runs import REAL, flags_of, leave_gemms, run
 
 # isort: split
 import gqa_models
@@ -153,8 +153,9 @@ def test_the_report_names_the_kernel(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trained_models_find_records(name: str, tmp_path: Path) -> None:
-    """At long range: attentions are sharp there, and the error of each is stated."""
+def test_trained_models_find_records(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At long range: attentions are sharp there, and the error of each is stated. With GEMMs: test_bf16_gemms.py."""
+    leave_gemms(monkeypatch)
     path = write_model(tmp_path, name)
     given = texts_of(name, LENGTH, 8 if ALL else 2, seed=1)
     status, target, report = run(tmp_path, path, "--allow-bf16", *measured_options(tmp_path, name, given))

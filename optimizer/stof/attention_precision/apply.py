@@ -24,10 +24,12 @@ from stof.options import Options
 from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
+from stof.runtime.library import has_cpu_gemm
 from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.precision_report import PrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
+from stof.symbolic import Symbolic
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
 from stof.verification.site_error import SiteError
@@ -58,11 +60,18 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
     rows = find_precision_rows(stages[-1].written, stages[-1].facts, precision, names)
     found.rows = rows
-    found.gemms = _report_gemms(find_gemms(stages[-1].written, stages[-1].facts), job, precision)
+    found.gemms = _report_gemms(_find_gemms(job, stages[-1].written, stages[-1].facts), job, precision)
     return found
 
 
-def _report_gemms(gemms: FoundGemms, job: Job, precision: Precision) -> GemmReport:
+def _find_gemms(job: Job, model: onnx.ModelProto, facts: Symbolic) -> FoundGemms | None:
+    """The matmuls by constant weights; None where options or the library leave these to the runtime."""
+    return find_gemms(model, facts) if job.options.products and has_cpu_gemm() else None
+
+
+def _report_gemms(gemms: FoundGemms | None, job: Job, precision: Precision) -> GemmReport:
+    if gemms is None:
+        return GemmReport()
     planned = None if job.plan is None else job.plan.gemm_precision
     names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
     return report_gemms(gemms, cpu_bf16_gemm_kernel(), precision, names)
@@ -97,7 +106,8 @@ def apply_precision(
         return model
     found.is_decided = True
     facts = stages[-1].facts if model is stages[-1].written else job.facts.of(model)
-    gemms = find_gemms(model, facts).checked()
+    gemms = _find_gemms(job, model, facts)
+    gemms = None if gemms is None else gemms.checked()
     found.gemms = _report_gemms(gemms, job, found.precision)
     if not found.reduced and not found.gemms.reduced:
         return model
@@ -118,7 +128,9 @@ def apply_precision(
         )
     if not found.reduced and not found.gemms.reduced:
         return model
-    reduced = put_gemms(gemms, found.precision, found.gemms.reduced) if found.gemms.reduced else model
+    reduced = model
+    if gemms is not None and found.gemms.reduced:
+        reduced = put_gemms(gemms, found.precision, found.gemms.reduced)
     if found.reduced:
         reduced = put_precision(reduced, found.precision, found.reduced)
     if sets is not None and not sets.prompts:
@@ -172,14 +184,14 @@ def _measure_gemms(
     found: PrecisionReport,
     job: Job,
     stages: Sequence[Stage],
-    gemms: FoundGemms,
+    gemms: FoundGemms | None,
     sets: MeasuredSets,
     folder: Path,
     *,
     is_drawn: bool,
 ) -> None:
     """Gives GEMMs their errors; those with large or unknown ones stay as they are."""
-    if not found.gemms.reduced:
+    if gemms is None or not found.gemms.reduced:
         return
     some = _choose_sets(sets)
     try:

@@ -22,7 +22,7 @@ from stof.symbolic import Int, Symbolic
 from stof.symbolic.rules.movement_helpers import element_count
 
 _LEAST_WEIGHTS = 1 << 14  # elements of a weight: rounding the other factor takes as long as a smaller one's matmul
-_MOST_STEPS = 16  # from a matmul to the last operator of its epilogue
+_MOST_OPERATORS = 24  # of an epilogue
 _IN_EPILOGUES = frozenset({"elementwise", "moving"})
 
 
@@ -124,14 +124,15 @@ def _choose_epilogue(graph: FusionGraph, matmul: int, taken: Collection[int]) ->
     members = {matmul}
     first = _build(graph, members)
     best: FusedGemm | str = first
-    for _ in range(_MOST_STEPS):
-        read = {r for m in members for r in graph.consumers(m)} - members
-        if not read or any(graph.kinds[r] not in _IN_EPILOGUES or r in taken for r in read):
+    for _ in range(_MOST_OPERATORS):
+        # In the order of the graph: what the next one reads is among the members, or does not depend on them.
+        index = min({r for m in members for r in graph.consumers(m)} - members, default=-1)
+        if index < 0 or graph.kinds[index] not in _IN_EPILOGUES or index in taken:
             break
-        members |= read
-        if graph.is_convex(members):
-            chain = _build(graph, members)
-            best = chain if isinstance(chain, FusedGemm) else best
+        members.add(index)
+        chain = _build(graph, members)
+        if isinstance(chain, FusedGemm) and graph.is_convex(members):
+            best = chain
     return best
 
 
