@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helpers.int8_attention import SCORES_ALONE, Inputs, Scheme, attend, draw, exact, relative_rms, to_fp8
+from helpers.int8_attention import Inputs, attend, draw, exact, relative_rms
+from stof.attention.checks.eight_bit_model import SCORES_ALONE, Scheme, to_fp8
 
 INT8, INT8_FP8 = 0.015, 0.045  # the bounds
 FAMILIES = ("gaussian", "offset", "sink")
