@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
+from stof.arguments.precisions import BF16, Precision
 from stof.dequantize.declare import check_dequantized_plan, dequantize_attention
 from stof.dequantize.measure import hold_to_float
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
@@ -187,7 +188,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
     report_run_time_masks(report, job, stages)
-    if options.allow_bf16:
+    if options.reduces_precision:
         from stof.attention_precision.apply import report_precision
 
         report_precision(report, job, stages)
@@ -225,9 +226,10 @@ def _refuse_changes_of_optimized(options: Options) -> None:
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
-    if options.allow_bf16:
+    if options.reduces_precision:
+        option = "--allow-bf16" if options.allow_bf16 else "--attention-precision"
         raise ArgumentError(
-            "--allow-bf16 is for operators that are written in the same run, and this model was optimized before; give the "
+            f"{option} is for operators that are written in the same run, and this model was optimized before; give the "
             "one it was made from"
         )
     if not options.emission.needs_library:
@@ -246,8 +248,10 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
         raise ArgumentError(
             f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
         )
-    if plan.attention_precision and not options.allow_bf16:
-        name, precision = next(iter(plan.attention_precision.items()))
+    allowed = {BF16} if options.allow_bf16 else set[Precision](options.eight_bits)
+    refused = [item for item in (plan.attention_precision or {}).items() if item[1] not in allowed]
+    if refused:
+        name, precision = refused[0]
         raise ArgumentError(
             f"the plan computes attention in {precision.name}, that of {name!r} for instance, and "
             f"{precision.option} is not given; give it, or take attention_precision out of the plan"
@@ -261,7 +265,7 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
     """
     options, read = job.options, dict[str, Path]()
-    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.allow_bf16):
+    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.reduces_precision):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
         if not has_onnxruntime():

@@ -24,6 +24,7 @@ class Precision:
         attribute: of the attention operators that allows it.
         value: of that attribute.
         target: on which kernels of it run.
+        max_error: the largest relative RMS error of an attention, against fp64, with which it takes the precision by default.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Precision:
     attribute: str
     value: int | str
     target: Target
+    max_error: float
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,9 @@ class EightBits(Precision):
 
     Attributes:
         has_fp8: whether weights and values are e4m3.
-        max_error: the largest relative RMS error of an attention with which ``auto`` takes it.
     """
 
     has_fp8: bool
-    max_error: float
 
 
 BF16 = RoundedOperands(
@@ -71,6 +71,7 @@ BF16 = RoundedOperands(
     attribute="allow_bf16",
     value=1,
     target=CPU,
+    max_error=0.01,
     dtype=int(TensorProto.BFLOAT16),
     slack=2.0**-8,
 )
@@ -81,8 +82,8 @@ INT8 = EightBits(
     attribute="precision",
     value="int8",
     target=CUDA,
-    has_fp8=False,
     max_error=0.015,
+    has_fp8=False,
 )
 INT8_FP8 = EightBits(
     name="int8_fp8",
@@ -90,8 +91,8 @@ INT8_FP8 = EightBits(
     attribute="precision",
     value="int8_fp8",
     target=CUDA,
-    has_fp8=True,
     max_error=0.045,
+    has_fp8=True,
 )
 PRECISIONS: Mapping[str, Precision] = {p.name: p for p in (BF16, INT8, INT8_FP8)}
 

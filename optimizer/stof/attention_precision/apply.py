@@ -5,29 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import onnx
 
 from stof.arguments.precisions import BF16, Precision
+from stof.attention_precision.eight_bits import apply_eight_bits, report_eight_bits
 from stof.attention_precision.errors import SiteError, measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
+from stof.attention_precision.measured import draw_sets, longest_sets
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
-from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
 from stof.sparsify.precision_report import PrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
-
-_MOST_SETS = 4  # whose errors are measured: the longest
-_MOST_DRAWN = 2
 
 
 def allowed_precision(options: Options) -> Precision | None:
@@ -41,11 +38,14 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     Raises:
         ArgumentError: when the library does not know it, or the plan is of another model.
     """
+    if job.options.eight_bits:
+        return report_eight_bits(report, job, stages)
     precision = allowed_precision(job.options)
     if precision is None:
         return None
     check_library(precision)
-    found = report.attention_precision = PrecisionReport(precision, job.options.max_error)
+    bound = precision.max_error if job.options.max_error is None else job.options.max_error
+    found = report.attention_precision = PrecisionReport(precision, bound)
     if not any(s.decided.has_replaced for s in stages):
         return found
     planned = None if job.plan is None else job.plan.attention_precision
@@ -79,6 +79,8 @@ def apply_precision(
         ArgumentError: for prompts and inputs that the model does not run on.
         VerifyError: when memory does not suffice, or cosines are below ``--min-cosine``.
     """
+    if job.options.eight_bits:
+        return apply_eight_bits(report, job, model, stages, folder, user_inputs, measure)
     found = report_precision(report, job, stages)  # again: verification may have dropped rewrites
     if found is None:
         return model
@@ -88,7 +90,7 @@ def apply_precision(
     sets = find_sets(job.model, job.prompts, user_inputs)
     is_drawn = sets is None
     with measure("errors"):
-        measured = sets or _draw_sets(job, stages)
+        measured = sets or draw_sets(job, stages)
         if measured is None:
             _judge_rows(found, job, {}, "there is nothing to measure it on; give --inputs or --prompts")
         else:
@@ -112,19 +114,11 @@ def apply_precision(
     return reduced
 
 
-def _draw_sets(job: Job, stages: Sequence[Stage]) -> MeasuredSets | None:
-    """Drawn inputs, for models without any of the user's; None without verification, which draws as well."""
-    if not job.options.verify:
-        return None
-    feeds = tuple(islice(draw_unpadded(find_model_inputs(job, stages)), _MOST_DRAWN))
-    return MeasuredSets("drawn inputs", "set", len(feeds), (), (), inputs=feeds) if feeds else None
-
-
 def _measure_errors(
     found: PrecisionReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path, *, is_drawn: bool
 ) -> None:
     """Gives rows their errors, and full precision where these are too large or not known."""
-    some = sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
+    some = longest_sets(sets)
     try:
         measured = measure_errors(job, stages, found.precision, found.reduced, sets, some, folder)
     except (ArgumentError, VerifyError) as error:

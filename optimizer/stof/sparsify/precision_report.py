@@ -76,6 +76,11 @@ class PrecisionReport:
         return dict.fromkeys(self.reduced, self.precision) if self.is_decided else None
 
     @property
+    def option(self) -> str:
+        """What the user gave."""
+        return self.precision.option
+
+    @property
     def headline(self) -> str:
         """For the report's first line."""
         if not self.reduced:

@@ -74,7 +74,9 @@ class KeyValueHead:
             scale = np.maximum(largest / 127, LEAST_SCALE)[groups, None]
             key = np.rint(key / scale)
         if scheme.quantize_values:
-            value = np.concatenate([_round_values(value[i : i + scheme.tile]) for i in range(0, len(value), scheme.tile)])
+            value = np.concatenate(
+                [_round_values(value[i : i + scheme.tile]) for i in range(0, len(value), scheme.tile)]
+            )
         return cls(scheme, key, scale, mean, value)
 
     def attend(

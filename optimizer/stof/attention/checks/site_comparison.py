@@ -396,6 +396,16 @@ def _lay_out(arrays: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
     return operand.lay_out(arrays[operand.tensor])
 
 
+def read_heads(
+    site: AttentionSite, arrays: Mapping[str, np.ndarray]
+) -> tuple[AttentionSite, np.ndarray, np.ndarray, np.ndarray]:
+    """Query, key and value as [B, heads, length, size], and the site without what the graph multiplies its scores with."""
+    site, arrays = _multiply_query(site, arrays)
+    operands = ((site.query, site.num_heads), (site.key, site.kv_num_heads), (site.value, site.kv_num_heads))
+    query, key, value = (heads_in_layout(_lay_out(arrays, o), o.layout, heads) for o, heads in operands)
+    return site, query, key, value
+
+
 def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:
     """A tensor in a layout as [B, heads, length, size]."""
     if layout is Layout.BSN:
