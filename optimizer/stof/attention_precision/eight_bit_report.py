@@ -46,8 +46,9 @@ class EightBitReport(PrecisionReport):
 
     @property
     def by_name(self) -> dict[str, Precision]:
-        """The precision of each attention that may compute in 8 bits, by the operator's name."""
-        return {r.node: PRECISIONS[r.precision] for r in self.rows if r.reduced and isinstance(r, EightBitRow)}
+        """The precision of each attention that may compute in 8 bits, by the operator's name; without those still undecided."""
+        rows = [row for row in self.rows if isinstance(row, EightBitRow) and row.reduced and row.precision]
+        return {row.node: PRECISIONS[row.precision] for row in rows}
 
     def by_plan(self) -> dict[str, Precision] | None:
         """As of the base class."""
@@ -64,7 +65,7 @@ class EightBitReport(PrecisionReport):
         if not self.reduced:
             return f"{self.option} changes nothing"
         counts = Counter(p.name for p in self.by_name.values())
-        words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        words = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "errors decide"
         count = f"{len(self.reduced)} of {len(self.rows)} attentions"
         return f"OUTPUTS CHANGE: {self.option} lets {count} compute in 8 bits ({words})"
 
@@ -103,7 +104,7 @@ class EightBitReport(PrecisionReport):
             )
         if errors := [r.relative_rms for r in group if r.relative_rms is not None]:
             words.append(f"relative RMS error {'up to ' if len(errors) > 1 else ''}{max(errors):.2g}")
-        return f"  {first.precision} in layer {layers}: {'; '.join(words) or 'error not known'}"
+        return f"  {first.precision or '8 bits'} in layer {layers}: {'; '.join(words) or 'error not known'}"
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
@@ -113,7 +114,7 @@ class EightBitReport(PrecisionReport):
         some, every = self.measured_rows
         return facts | {
             "precision": self.asked,
-            "max_error": self.max_error if self.bounds else None,
+            "max_error": None,
             "bounds": dict(self.bounds),
             "measured_rows": some,
             "all_rows": every,

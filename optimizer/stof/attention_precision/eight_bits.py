@@ -65,7 +65,6 @@ def report_eight_bits(report: Report, job: Job, stages: Sequence[Stage]) -> Eigh
     precisions = options.eight_bits
     check_library(precisions[0])
     found = EightBitReport(precisions[-1], 0.0, asked=options.attention_precision, bounds=_bounds(options))
-    found.max_error = options.max_error or 0.0
     report.attention_precision = found
     if any(s.decided.has_replaced for s in stages):
         found.rows = [*_find_rows(stages[-1].written, stages[-1].facts, options, _planned(job))]

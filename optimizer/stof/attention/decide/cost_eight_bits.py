@@ -16,6 +16,7 @@ _INT8_FP8 = {64: 600.0, 128: 1050.0}
 # GB/s at which both kernels that quantize read and write: 352 MiB took about 100 to 230 us on an H200.
 _QUANTIZATION = 2200.0
 _LAUNCHES = 5.0  # microseconds of these two kernels, with the gaps before them
+_OWN = 4.5  # microseconds of an attention kernel of a few tiles
 
 
 @dataclass(frozen=True)
@@ -43,4 +44,4 @@ def estimate_gain(sizes: AttentionSizes, precision: EightBits) -> float:
     # Keys are read twice: for their mean, and to be quantized. Values stay as they are where weights do.
     per_key = 5 + (3 if precision.has_fp8 else 0)
     moved = rows * (3 * sizes.heads * sizes.queries + per_key * sizes.kv_heads * sizes.keys)
-    return full / (own + _LAUNCHES + moved / _QUANTIZATION * 1e-3)
+    return (full + _OWN) / (own + _OWN + _LAUNCHES + moved / _QUANTIZATION * 1e-3)
