@@ -21,6 +21,7 @@ CHANGED: dict[str, Any] = {
     "emit": "standard",
     "allow_tf32": True,
     "allow_bf16": True,
+    "attention_precision": "fp8",
     "max_error": 0.02,
     "json": Path("r.json"),
     "report": Path("r.html"),
@@ -93,6 +94,7 @@ def test_one_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "max_kl": {"prompts", "sparsify"},
         "min_cosine": {"inputs", "sparsify"},
         "prompts": {"sparsify"},
+        "attention_precision": {"target"},
         "max_error": {"allow_bf16"},
     }.get(name, set())
     options = Options(**{n: CHANGED[n] for n in (name, *needed)})

@@ -328,7 +328,7 @@ def test_a_model_that_was_optimized_before(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto looks at the device at hand; int8 and fp8 write for any, unless the caller states another one."""
+    """The device at hand decides with auto; int8 and fp8 write for any, unless the caller states another one."""
     simulate_gains(monkeypatch, 1.2, 1.4)
     model, inputs = write_model(tmp_path / "model.onnx", (Layer(),)), texts(tmp_path, 1, LENGTH)
     monkeypatch.setattr(eight_bits, "device_info", lambda: DeviceInfo("other", 86))
