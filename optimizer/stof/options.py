@@ -27,7 +27,7 @@ from stof.arguments.checks import (
     refuse,
 )
 from stof.arguments.emissions import EMISSIONS, STOF, Emission
-from stof.arguments.precisions import AS_INPUTS, ATTENTION_PRECISIONS, AUTO, EightBits
+from stof.arguments.precisions import AS_INPUTS, ATTENTION_PRECISIONS, AUTO, BF16, EightBits, Precision
 from stof.errors import ArgumentError
 from stof.targets import CPU, CUDA, TARGETS, Target
 
@@ -273,9 +273,9 @@ class Options:
         return ATTENTION_PRECISIONS[self.attention_precision]
 
     @property
-    def reduces_precision(self) -> bool:
-        """Whether attention may compute in a precision below that of its inputs."""
-        return self.allow_bf16 or bool(self.eight_bits)
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions below that of its inputs that attention may compute in; empty: none."""
+        return (BF16,) if self.allow_bf16 else self.eight_bits
 
     @property
     def emission(self) -> Emission:

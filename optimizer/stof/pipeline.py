@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from stof import progress
-from stof.arguments.precisions import BF16, Precision
 from stof.dequantize.declare import check_dequantized_plan, dequantize_attention
 from stof.dequantize.measure import hold_to_float
 from stof.errors import ArgumentError, MemoryLimitError, ModelError, StofError, VerifyError, explained
@@ -188,7 +187,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
     report_run_time_masks(report, job, stages)
-    if options.reduces_precision:
+    if options.precisions:
         from stof.attention_precision.apply import report_precision
 
         report_precision(report, job, stages)
@@ -226,8 +225,8 @@ def _refuse_changes_of_optimized(options: Options) -> None:
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
-    if options.reduces_precision:
-        option = "--allow-bf16" if options.allow_bf16 else "--attention-precision"
+    if options.precisions:
+        option, *_ = options.precisions[0].option.split()
         raise ArgumentError(
             f"{option} is for operators that are written in the same run, and this model was optimized before; give the "
             "one it was made from"
@@ -248,10 +247,9 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
         raise ArgumentError(
             f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
         )
-    allowed = {BF16} if options.allow_bf16 else set[Precision](options.eight_bits)
-    refused = [item for item in (plan.attention_precision or {}).items() if item[1] not in allowed]
-    if refused:
-        name, precision = refused[0]
+    for name, precision in (plan.attention_precision or {}).items():
+        if precision in options.precisions:
+            continue
         raise ArgumentError(
             f"the plan computes attention in {precision.name}, that of {name!r} for instance, and "
             f"{precision.option} is not given; give it, or take attention_precision out of the plan"
@@ -265,7 +263,7 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
     """
     options, read = job.options, dict[str, Path]()
-    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.reduces_precision):
+    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.precisions):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
         if not has_onnxruntime():

@@ -74,7 +74,8 @@ class Plan:
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
     threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
     dequantizes_attention: bool = False  # it is for --dequantize-attention
-    # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 decides.
+    # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 or
+    # --attention-precision decides.
     attention_precision: Mapping[str, Precision] | None = None
 
     def of(self, key: str, name: str) -> PlanEntry | None:

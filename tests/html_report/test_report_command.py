@@ -103,7 +103,7 @@ def test_one_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
     # One refuses most others, two are for another target, and float attention refuses other changes of outputs.
-    alone = ("emit", "allow_bf16", "max_error", "dequantize_attention", "float_model")
+    alone = ("emit", "allow_bf16", "attention_precision", "max_error", "dequantize_attention", "float_model")
     together = {n: value for n, value in CHANGED.items() if n not in alone}
     options = Options(**together)
     assert parse(command_of("model.onnx", options), monkeypatch) == ("model.onnx", options)

@@ -111,8 +111,8 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
         for words, is_given in (
             ("a denser pattern or a smaller threshold", options.sparsify),
             ("more neurons", options.sparse_mlp),
-            ("a smaller --max-error", options.reduces_precision and options.plan is None),
-            ("a plan with less in attention_precision", options.reduces_precision and options.plan is not None),
+            ("a smaller --max-error", bool(options.precisions) and options.plan is None),
+            ("a plan with less in attention_precision", bool(options.precisions) and options.plan is not None),
         )
         if is_given
     ]
