@@ -27,14 +27,16 @@ def found_words(heads: list[KeyValueHead], query: np.ndarray, words: np.ndarray)
 
 @pytest.mark.parametrize("has_offset", [False, True])
 def test_needles_are_found(has_offset: bool) -> None:
-    """Each value is one of 16 words. A query is near its own key, whose weight is a few percent: some are missed by any kernel."""
+    """Each value is one of 16 words. A query is near its own key, whose weight is a few percent: any kernel misses some."""
     rng = np.random.default_rng(11)
     key = rng.standard_normal((KEYS, SIZE))
     words = rng.standard_normal((WORDS, SIZE))
     of_key = rng.integers(0, WORDS, KEYS)
     needles = rng.choice(KEYS, QUERIES, replace=False)
-    # Scores of a needle are strength * sqrt(D) on average, those of others have the strength as their deviation.
-    strength = rng.uniform(0.6, 1.0, (QUERIES, 1)) * np.log(KEYS) / np.sqrt(SIZE)
+    # Scores of a needle are strength * sqrt(D) on average, and the strength is the deviation of the others' scores. With this
+    # one a needle has as much weight as all others.
+    even = np.sqrt(SIZE) - np.sqrt(SIZE - 2 * np.log(KEYS))
+    strength = even * rng.uniform(0.6, 1.1, (QUERIES, 1))
     query = strength * key[needles]
     if has_offset:
         key[:, :4] += 30
