@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,14 @@ import pytest
 from eight_bit_models import Layer, texts, write_model
 from onnx import TensorProto
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sparsify"))
+import test_prompts
+
+# isort: split
+
 import stof
 from stof import cli
+from stof.attention.checks import eight_bit_error
 from stof.attention_precision import eight_bits, layers
 from stof.attention_precision.layers import METADATA
 from stof.graph.index import DOMAIN, all_nodes
@@ -146,6 +153,27 @@ def test_attentions_that_leave_out_keys(tmp_path: Path) -> None:
     assert report["attention_precision"]["layers"][0]["reason"] == "it skips by score"
 
 
+def test_attention_over_a_cache(tmp_path: Path) -> None:
+    model = test_prompts.decoder(tmp_path, strength=0.1)
+    status, target, report = run(tmp_path, model, "int8")
+    assert status == 0
+    (row,) = report["attention_precision"]["layers"]
+    assert row["reason"] == "no kernel of StofCachedAttention has 8-bit operands"
+    assert precisions_of(target) == [""]
+
+
+@pytest.mark.parametrize("most", [1 << 22, 1 << 15])
+def test_rows_of_long_sequences_are_drawn(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding and sinks left to the fp64 model's own tests: the error of some rows is near that of all."""
+    monkeypatch.setattr(eight_bit_error, "_MOST_SCORES", most)
+    model = write_model(tmp_path / "model.onnx", (Layer(is_causal=True),))
+    _, _, report = run(tmp_path, model, "int8", *texts(tmp_path, 1, 400))
+    found = report["attention_precision"]
+    assert found["all_rows"] == 800
+    assert found["measured_rows"] == (800 if most == 1 << 22 else 2 * 40)
+    assert found["layers"][0]["relative_rms"] == pytest.approx(0.0075, rel=0.2)
+
+
 def test_few_queries(tmp_path: Path) -> None:
     """Decode kernels compute them, where the model fixes their number."""
     model = onnx.load(write_model(tmp_path / "model.onnx", (Layer(),)))
@@ -225,7 +253,7 @@ def test_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, model, "fp8", *texts(tmp_path, 1, LENGTH), "--min-cosine", "1", "--force")[0] == 0
 
 
-def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_on_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Next tokens of the whole model change, and the gate holds them."""
     model = write_model(tmp_path / "model.onnx", (Layer(is_causal=True),), logits=True)
     np.save(tmp_path / "prompts.npy", np.random.default_rng(0).integers(0, 64, (2, LENGTH)))

@@ -21,7 +21,7 @@ from stof.arguments.precisions import INT8, INT8_FP8
 from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 from stof.thresholds.layers import nodes_by_layer
 
-LENGTH, COUNT = (4096, 32) if ALL else (1024, 8)
+LENGTH, COUNT = (4096, 100) if ALL else (1024, 8)
 
 
 @pytest.mark.parametrize("name", NAMES)
