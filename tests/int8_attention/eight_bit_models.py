@@ -22,6 +22,7 @@ class Layer:
     bias: bool = False  # a tensor that depends on the input, added to scores
     gain: float = 1.0  # of queries: sharper attention
     is_causal: bool = False
+    has_padding: bool = False  # keys are masked by ``attention_mask`` [B, S]
     outlier: float = 1.0  # of one channel of the keys
 
 
@@ -45,6 +46,12 @@ def write_model(
             make("GreaterOrEqual", ["rows", "positions"], ["causal"]),
         ]
         numbers |= {"zero": np.array(0), "unit": np.array(1), "last": np.array([1])}
+    has_padding = any(layer.has_padding for layer in layers)
+    if has_padding:
+        nodes += [
+            make("Cast", ["attention_mask"], ["flags"], to=TensorProto.BOOL),
+            make("Unsqueeze", ["flags", "two"], ["real"]),
+        ]
     for i, layer in enumerate(layers):
         n = heads * layer.size
         for name in "qkv":
@@ -77,6 +84,10 @@ def write_model(
             nodes.append(make("Where", ["causal", scores, "low"], [f"{scores}_masked"]))
             stored["low"] = np.array(-np.inf)
             scores = f"{scores}_masked"
+        if layer.has_padding:
+            nodes.append(make("Where", ["real", scores, "low"], [f"{scores}_real"]))
+            stored["low"] = np.array(-np.inf)
+            scores = f"{scores}_real"
         nodes += [
             make("Softmax", [scores], [f"w{i}"], axis=-1, name=f"layer{i}/Softmax"),
             make("MatMul", [f"w{i}", f"v{i}_heads"], [f"y{i}"]),
@@ -92,10 +103,11 @@ def write_model(
     tensors = [numpy_helper.from_array(np.asarray(a).astype(kind), n) for n, a in stored.items()]
     tensors += [numpy_helper.from_array(np.asarray(a, np.int64), n) for n, a in numbers.items()]
     info = helper.make_tensor_value_info
+    names = ["input_ids", *(["attention_mask"] if has_padding else [])]
     graph = helper.make_graph(
         nodes,
         "model",
-        [info("input_ids", TensorProto.INT64, ["B", "S"])],
+        [info(n, TensorProto.INT64, ["B", "S"]) for n in names],
         [info(name, dtype, ["B", "S", size])],
         tensors,
     )

@@ -22,6 +22,7 @@ import test_prompts
 import stof
 from stof import cli
 from stof.attention.checks import eight_bit_error
+from stof.attention.checks.eight_bit_model import KeyValueHead, Scheme
 from stof.attention_precision import eight_bits, layers
 from stof.attention_precision.layers import METADATA
 from stof.graph.index import DOMAIN, all_nodes
@@ -164,7 +165,7 @@ def test_attention_over_a_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", [1 << 22, 1 << 15])
 def test_rows_of_long_sequences_are_drawn(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With padding and sinks left to the fp64 model's own tests: the error of some rows is near that of all."""
+    """The error of some rows is near that of all."""
     monkeypatch.setattr(eight_bit_error, "_MOST_SCORES", most)
     model = write_model(tmp_path / "model.onnx", (Layer(is_causal=True),))
     _, _, report = run(tmp_path, model, "int8", *texts(tmp_path, 1, 400))
@@ -172,6 +173,28 @@ def test_rows_of_long_sequences_are_drawn(most: int, tmp_path: Path, monkeypatch
     assert found["all_rows"] == 800
     assert found["measured_rows"] == (800 if most == 1 << 22 else 2 * 40)
     assert found["layers"][0]["relative_rms"] == pytest.approx(0.0075, rel=0.2)
+
+
+def test_padding_is_left_out_of_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that ``attention_mask`` forbids are zeros to the model of the kernels, as they are to these."""
+    seen: list[int] = []
+
+    class Watched(KeyValueHead):
+        @classmethod
+        def of(cls, key: np.ndarray, value: np.ndarray, scheme: Scheme, real: np.ndarray | None = None) -> KeyValueHead:
+            assert real is not None
+            seen.append(int(real.sum()))
+            return KeyValueHead.of(key, value, scheme, real)
+
+    monkeypatch.setattr(eight_bit_error, "KeyValueHead", Watched)
+    model = write_model(tmp_path / "model.onnx", (Layer(has_padding=True),))
+    ids = np.random.default_rng(0).integers(0, 64, (2, LENGTH))
+    real = (np.arange(LENGTH) < np.array([[90], [140]])).astype(np.int64)
+    np.savez(tmp_path / "feed.npz", input_ids=ids, attention_mask=real)
+    status, _, report = run(tmp_path, model, "int8", "--inputs", str(tmp_path / "feed.npz"), "--unpad", "off")
+    assert status == 0
+    assert set(seen) == {90, 140}
+    assert 0.002 < report["attention_precision"]["layers"][0]["relative_rms"] < 0.015
 
 
 def test_few_queries(tmp_path: Path) -> None:
