@@ -28,6 +28,8 @@ from stof.attention_precision.measured import draw_sets, longest_sets
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
+from stof.execution.upcast import HALF, holds
+from stof.op_parts import collect_typed_attributes
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.report import Report
@@ -295,7 +297,9 @@ def _measure_cosines(
     every = list(range(sets.count))
     emulated = emulate_eight_bits(reduced, found.by_name)
     try:
-        meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, emulated, folder)
+        widens = collect_typed_attributes(stage.op for stage in stages) if holds(job.model, HALF) else None
+        inputs = find_model_inputs(job, stages)
+        meter = measure_cosines(job, stages, inputs, sets, every, emulated, folder, widens)
     except VerifyError as error:
         if job.options.min_cosine != Options.min_cosine and not job.options.force:
             raise

@@ -10,7 +10,8 @@ import onnx
 
 from stof.attention_precision.eight_bit_report import EightBitReport
 from stof.errors import VerifyError
-from stof.op_parts import HoldsPrompts
+from stof.execution.upcast import HALF, holds
+from stof.op_parts import HoldsPrompts, collect_typed_attributes
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.prompts.files import PromptSet
@@ -18,7 +19,6 @@ from stof.prompts.loss import PromptLoss, has_logits
 from stof.report import Report
 from stof.sparsify.precision_report import PrecisionReport
 from stof.stages import Stage, find_model_inputs
-from stof.verification.model_inputs import ModelInputs
 
 
 def measure_loss_on_prompts(
@@ -48,8 +48,7 @@ def measure_loss_on_prompts(
         return
     thresholds = None if report.sparsity is None else report.sparsity.threshold_report
     with measure("prompts"), counted_skipping(thresholds):
-        inputs = find_model_inputs(job, stages)
-        loss = _measure(job, inputs, final, prompts, target.parent, reduced)
+        loss = _measure(job, stages, final, prompts, target.parent, reduced)
     if loss is None:
         return
     if is_sparsified and report.sparsity is not None:
@@ -65,7 +64,7 @@ def measure_loss_on_prompts(
 
 def _measure(
     job: Job,
-    inputs: ModelInputs,
+    stages: Sequence[Stage],
     final: onnx.ModelProto,
     prompts: PromptSet,
     folder: Path,
@@ -80,13 +79,15 @@ def _measure(
     """
     from stof.prompt_runs.measure_loss import measure_loss
 
+    inputs = find_model_inputs(job, stages)
     if not (isinstance(reduced, EightBitReport) and reduced.reduced):
         return measure_loss(job.source, final, inputs, prompts, folder, job.options)
     from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 
     emulated = emulate_eight_bits(final, reduced.by_name)
     try:
-        return measure_loss(job.source, emulated, inputs, prompts, folder, job.options)
+        widens = collect_typed_attributes(stage.op for stage in stages) if holds(job.model, HALF) else None
+        return measure_loss(job.source, emulated, inputs, prompts, folder, job.options, widens)
     except VerifyError as error:
         if job.options.max_kl != Options.max_kl and not job.options.force:
             raise
