@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from stof.arguments.checks import refuse
 from stof.arguments.emissions import EMISSIONS, STOF
+from stof.arguments.precisions import AS_INPUTS, ATTENTION_PRECISIONS
 from stof.arguments.threshold_kinds import KINDS
 from stof.errors import ArgumentError
 from stof.execution.run_limits import parse_bytes
@@ -144,6 +145,14 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
     )
+    group.add_argument(
+        "--attention-precision",
+        choices=tuple(ATTENTION_PRECISIONS),
+        default=AS_INPUTS,
+        help="lowest precision of attention on CUDA; OUTPUTS CHANGE: int8: scores; fp8 (compute capability 9.0): "
+        "scores in int8, weights and values in e4m3 (attribute int8_fp8); auto: the faster one whose error on --inputs or "
+        "--prompts is small; fp16, the default: that of its inputs",
+    )
 
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
@@ -207,13 +216,15 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="measure by how much --sparsify, --sparse-mlp and --allow-bf16 change next tokens: token ids or texts",
+        help="measure by how much --sparsify, --sparse-mlp, --allow-bf16 and --attention-precision change next tokens: token ids "
+        "or texts",
     )
     group.add_argument(
         "--max-error",
         type=_divergence,
         metavar="X",
-        help="largest relative RMS error of an attention or a GEMM, against fp64, with which it takes --allow-bf16 (0.01)",
+        help="largest relative RMS error of an attention or a GEMM, against fp64, with which it takes --allow-bf16 (0.01), or "
+        "of an attention with --attention-precision (auto: 0.015 in int8, 0.045 in fp8)",
     )
     group.add_argument(
         "--max-kl",
@@ -225,8 +236,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--min-cosine",
         type=_share,
         metavar="X",
-        help="least mean cosine of outputs on --inputs to write a model with skip-scores, choose-blocks, --allow-bf16 or "
-        "--dequantize-attention (0.999)",
+        help="least mean cosine of outputs on --inputs to write a model with skip-scores, choose-blocks, --allow-bf16, "
+        "--attention-precision or --dequantize-attention (0.999)",
     )
     group.add_argument(
         "--dequantize-attention",
@@ -335,7 +346,8 @@ def _run(arguments: argparse.Namespace) -> int:
         emit=arguments.emit,
         allow_tf32=arguments.allow_tf32,
         allow_bf16=arguments.allow_bf16,
-        max_error=0.01 if arguments.max_error is None else arguments.max_error,
+        attention_precision=arguments.attention_precision,
+        max_error=arguments.max_error,
         json=arguments.json,
         report=arguments.report,
         time=arguments.time,
@@ -377,33 +389,36 @@ def _check_changes(arguments: argparse.Namespace) -> None:
         raise ArgumentError("--sparsify is empty; expected a pattern such as s2:local=16,stride=8")
     if arguments.sparse_mlp == "":
         raise ArgumentError("--sparse-mlp is empty; expected a file of calibration prompts, prompts.npz for instance")
-    changes = arguments.sparsify or arguments.sparse_mlp or arguments.allow_bf16
-    if arguments.prompts is not None and not changes:
-        raise ArgumentError("--prompts is for --sparsify, --sparse-mlp and --allow-bf16, of which none is given")
-    if arguments.max_error is not None and not arguments.allow_bf16:
-        raise ArgumentError("--max-error is for --allow-bf16, which is not given")
-    if arguments.dequantize_attention and changes:
-        option = "--allow-bf16" if arguments.allow_bf16 else "--sparsify" if arguments.sparsify else "--sparse-mlp"
+    reduces = arguments.allow_bf16 or arguments.attention_precision != AS_INPUTS
+    reducing = "--allow-bf16" if arguments.allow_bf16 else "--attention-precision"
+    if arguments.prompts is not None and not (arguments.sparsify or arguments.sparse_mlp or reduces):
+        raise ArgumentError(
+            "--prompts is for --sparsify, --sparse-mlp, --allow-bf16 and --attention-precision, of which none is given"
+        )
+    if arguments.max_error is not None and not reduces:
+        raise ArgumentError("--max-error is for --allow-bf16 and --attention-precision, of which none is given")
+    if arguments.dequantize_attention and (arguments.sparsify or arguments.sparse_mlp or reduces):
+        option = reducing if reduces else "--sparsify" if arguments.sparsify else "--sparse-mlp"
         raise ArgumentError(
             f"{option} and --dequantize-attention both change outputs, and their losses cannot be separated; give one of them"
         )
-    if arguments.prompts is not None and arguments.inputs and arguments.min_cosine is not None and arguments.allow_bf16:
+    if arguments.prompts is not None and arguments.inputs and arguments.min_cosine is not None and reduces:
         raise ArgumentError(
-            "--min-cosine is for --inputs, and --prompts decide with --allow-bf16; leave one of them out"
+            f"--min-cosine is for --inputs, and --prompts decide with {reducing}; leave one of them out"
         )
     measured = arguments.prompts or arguments.sparse_mlp
     has_thresholds = any(kind.clause in (arguments.sparsify or "") for kind in KINDS)
-    changes_core = has_thresholds or arguments.allow_bf16 or arguments.dequantize_attention
+    changes_core = has_thresholds or reduces or arguments.dequantize_attention
     on_inputs = bool(arguments.inputs) and changes_core  # which measure the loss of these
     if arguments.float_model is not None and not arguments.dequantize_attention:
         raise ArgumentError("--float-model is for --dequantize-attention; give both")
     if arguments.min_cosine is not None and not on_inputs:
         raise ArgumentError(
-            "--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks, --allow-bf16 or --dequantize-attention; "
-            "give both"
+            "--min-cosine is for --inputs with --sparsify skip-scores or choose-blocks, --allow-bf16, "
+            "--attention-precision or --dequantize-attention; give both"
         )
     for option, is_given in (("--max-kl", arguments.max_kl is not None), ("--force", arguments.force)):
-        is_forced = option == "--force" and (on_inputs or arguments.allow_bf16 or arguments.dequantize_attention)
+        is_forced = option == "--force" and (on_inputs or reduces or arguments.dequantize_attention)
         if is_given and measured is None and not is_forced:
             raise ArgumentError(f"{option} is for --prompts and --sparse-mlp, of which none is given")
 

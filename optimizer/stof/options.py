@@ -27,8 +27,9 @@ from stof.arguments.checks import (
     refuse,
 )
 from stof.arguments.emissions import EMISSIONS, STOF, Emission
+from stof.arguments.precisions import AS_INPUTS, ATTENTION_PRECISIONS, AUTO, BF16, EightBits, Precision
 from stof.errors import ArgumentError
-from stof.targets import CPU, TARGETS, Target
+from stof.targets import CPU, CUDA, TARGETS, Target
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -50,7 +51,8 @@ class OptionArguments(TypedDict, total=False):
     capability: int
     allow_tf32: bool
     allow_bf16: bool
-    max_error: float
+    attention_precision: str
+    max_error: float | None
     json: PathLike | None
     report: PathLike | None
     time: bool
@@ -97,7 +99,12 @@ class Options:
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
         allow_bf16: attention, and matmuls by constant weights, may compute in bf16 with sums in fp32, on CPUs that have
             instructions for it; outputs change.
-        max_error: the largest relative RMS error of an attention or a GEMM, against fp64, with which it takes that.
+        attention_precision: "fp16", "int8", "fp8" or "auto": the lowest precision of attention on CUDA. "fp16": that of its
+            inputs. "int8": scores in int8. "fp8": scores in int8, weights and values in e4m3. "auto": of both the faster one
+            whose error on ``inputs`` or ``prompts`` is small. Outputs change.
+        max_error: the largest relative RMS error of an attention or a GEMM, against fp64, with which it takes ``allow_bf16``
+            (None: 0.01), or of an attention with ``attention_precision`` (None: with "auto" 0.015 in int8, 0.045 in fp8, else
+            any).
         json: a file for the report as JSON; "-": standard output.
         report: a file for the report as an HTML page for people.
         time: time the original and the result in ONNX Runtime, once the result is written.
@@ -118,10 +125,12 @@ class Options:
             change.
         sparse_mlp: calibration prompts and how neurons are selected, such as "prompts.npz,kind=svd,active=0.3"; outputs
             change.
-        prompts: token ids or texts on which the loss of ``sparsify``, ``sparse_mlp`` and ``allow_bf16`` is measured.
+        prompts: token ids or texts on which the loss of ``sparsify``, ``sparse_mlp``, ``allow_bf16`` and
+            ``attention_precision`` is measured.
         max_kl: the largest loss, a mean KL divergence in nats, with which a model is written.
         min_cosine: the least cosine of an output with the original's, a mean over ``inputs``, with which a model with
-            skip-scores or choose-blocks is written, or one with ``allow_bf16`` or ``dequantize_attention``.
+            skip-scores or choose-blocks is written, or one with ``allow_bf16``, ``attention_precision`` or
+            ``dequantize_attention``.
         force: write the model beyond both, too.
         dequantize_attention: attention whose scores or weights are rounded to 8 bits computes in float; outputs change, and
             are held to those of ``float_model`` on ``inputs``, or by ``min_cosine`` to the model's own.
@@ -150,7 +159,8 @@ class Options:
     capability: int = 0
     allow_tf32: bool = False
     allow_bf16: bool = False
-    max_error: float = 0.01
+    attention_precision: str = AS_INPUTS
+    max_error: float | None = None
     json: Path | None = None
     report: Path | None = None
     time: bool = False
@@ -209,12 +219,32 @@ class Options:
                 f"allow_bf16 is for target {CPU.name!r}, not {self.target!r}: its kernels compute in the model's own type, or in "
                 "TF32 with allow_tf32 on CUDA; leave it out, or convert the model to bf16"
             )
+        self._check_attention_precision()
         if not self.emission.needs_library:
             self._check_standard()
 
+    def _check_attention_precision(self) -> None:
+        """Refuses 8 bits on targets without kernels of them, and a choice by errors without anything to measure these on."""
+        if self.eight_bits and self.tuned_for is not CUDA:
+            raise ArgumentError(
+                f"attention_precision is {self.attention_precision!r}, which is for target {CUDA.name!r}, not {self.target!r}: "
+                "no other has kernels with 8-bit operands; leave it out"
+            )
+        measures = bool(self.inputs) or self.prompts is not None
+        if self.attention_precision == AUTO and not measures and self.plan is None:
+            raise ArgumentError(
+                f"attention_precision is {AUTO!r}, which chooses by the errors of attentions on inputs or prompts; give either, "
+                "or 'int8' or 'fp8', which need none"
+            )
+
     def _check_dequantized(self) -> None:
         """Refuses other changes beside float attention: one distance would hold both."""
-        others = {"allow_bf16": self.allow_bf16, "sparsify": self.sparsify, "sparse_mlp": self.sparse_mlp}
+        others = {
+            "allow_bf16": self.allow_bf16,
+            "attention_precision": bool(self.eight_bits),
+            "sparsify": self.sparsify,
+            "sparse_mlp": self.sparse_mlp,
+        }
         given = [name for name, value in others.items() if value]
         if self.dequantize_attention and given:
             raise ArgumentError(
@@ -227,6 +257,7 @@ class Options:
             "sparsify": bool(self.sparsify),
             "sparse_mlp": bool(self.sparse_mlp),
             "allow_bf16": self.allow_bf16,
+            "attention_precision": bool(self.eight_bits),
             "tune": bool(self.tune),
             "chains 'on'": self.chains == "on",
             "unpad_capacity": bool(self.unpad_capacity),
@@ -237,6 +268,16 @@ class Options:
                 f"emit is {self.emit!r}, and {given[0]} needs emit {STOF.name!r}, which writes stof's operators; leave one of "
                 "them out"
             )
+
+    @property
+    def eight_bits(self) -> tuple[EightBits, ...]:
+        """The precisions of 8 bits that attention may compute in; empty: none."""
+        return ATTENTION_PRECISIONS[self.attention_precision]
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions below that of its inputs that attention may compute in; empty: none."""
+        return (BF16,) if self.allow_bf16 else self.eight_bits
 
     @property
     def emission(self) -> Emission:
@@ -285,7 +326,8 @@ _CHECKS: dict[str, Check] = {
     "unpad_capacity": _check_capacity,
     "explain": or_none(check_text),
     "max_kl": check_number,
-    "max_error": check_number,
+    "attention_precision": one_of(*ATTENTION_PRECISIONS, meant={"int8_fp8": "fp8"}),
+    "max_error": or_none(check_number),
     "min_cosine": check_share,
     "shapes": _check_shapes,
     "masks": _check_masks,

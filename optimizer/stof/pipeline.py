@@ -187,7 +187,7 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
     memory = StageMemory(job)
     _estimate_memory(report, memory, stages)
     report_run_time_masks(report, job, stages)
-    if options.allow_bf16:
+    if options.precisions:
         from stof.attention_precision.apply import report_precision
 
         report_precision(report, job, stages)
@@ -226,9 +226,10 @@ def _refuse_changes_of_optimized(options: Options) -> None:
             raise ArgumentError(
                 f"{option} is for a dense model, and this one was optimized before; give the one it was made from"
             )
-    if options.allow_bf16:
+    if options.precisions:
+        option, *_ = options.precisions[0].option.split()
         raise ArgumentError(
-            "--allow-bf16 is for operators that are written in the same run, and this model was optimized before; give the "
+            f"{option} is for operators that are written in the same run, and this model was optimized before; give the "
             "one it was made from"
         )
     if not options.emission.needs_library:
@@ -248,12 +249,12 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
             f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
         )
     for key, what, chosen in plan.precisions():
-        if chosen and not options.allow_bf16:
-            name, precision = next(iter(chosen.items()))
-            raise ArgumentError(
-                f"the plan computes {what} in {precision.name}, that of {name!r} for instance, and "
-                f"{precision.option} is not given; give it, or take {key} out of the plan"
-            )
+        for name, precision in (chosen or {}).items():
+            if precision not in options.precisions:
+                raise ArgumentError(
+                    f"the plan computes {what} in {precision.name}, that of {name!r} for instance, and "
+                    f"{precision.option} is not given; give it, or take {key} out of the plan"
+                )
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
@@ -263,7 +264,7 @@ def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
         ArgumentError: for files that cannot be read or would be overwritten, and for wrong options of ops.
     """
     options, read = job.options, dict[str, Path]()
-    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.allow_bf16):
+    if options.prompts is not None and (options.sparsify or options.sparse_mlp or options.precisions):
         prompts = read_prompts(options.prompts, [job.source.parent])
         check_vocabulary(options.prompts, prompts, job.model.graph)
         if not has_onnxruntime():

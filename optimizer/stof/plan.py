@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stof.arguments.emissions import EMISSIONS, STOF, Emission
-from stof.arguments.precisions import PRECISIONS, Precision
+from stof.arguments.precisions import BF16, PRECISIONS, Precision
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
@@ -74,7 +74,8 @@ class Plan:
     thresholds: Mapping[ThresholdKind, Mapping[str, float]] = field(default_factory=dict)  # by the names of operators
     threshold_clauses: tuple[str, ...] = ()  # of --sparsify, for messages
     dequantizes_attention: bool = False  # it is for --dequantize-attention
-    # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 decides.
+    # Below that of their inputs, by the names of operators; None: a run with --allow-bf16 or
+    # --attention-precision decides.
     attention_precision: Mapping[str, Precision] | None = None
     gemm_precision: Mapping[str, Precision] | None = None  # the same of matmuls by constant weights, by their names
 
@@ -172,7 +173,10 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     if any(not isinstance(clause, str) for clause in clauses):
         raise ArgumentError(f"{where} has {_CLAUSES} {quoted(clauses)}, expected a list of strings")
     dequantizes = fields.take(_DEQUANTIZES, bool, False)
-    precisions = [_read_precisions(fields, key) for key in (_PRECISION, _GEMM_PRECISION)]
+    precisions = (
+        _read_precisions(fields, _PRECISION, PRECISIONS),
+        _read_precisions(fields, _GEMM_PRECISION, {BF16.name: BF16}),
+    )
     sparsity = fields.text("sparsity", "")
     return Plan(entries, target, emission, sparsity, thresholds, tuple(clauses), dequantizes, *precisions)
 
@@ -190,16 +194,16 @@ def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
     return thresholds
 
 
-def _read_precisions(fields: Fields, key: str) -> dict[str, Precision] | None:
+def _read_precisions(fields: Fields, key: str, known: Mapping[str, Precision]) -> dict[str, Precision] | None:
     """The precisions of attentions or GEMMs, by the names of their operators; None: the plan does not decide about them."""
     if key not in fields.data:
         return None
     precisions: dict[str, Precision] = {}
     for name, value in fields.take(key, dict, None).items():
-        if not isinstance(value, str) or value not in PRECISIONS:
-            names = " or ".join(quoted(known) for known in PRECISIONS)
+        if not isinstance(value, str) or value not in known:
+            names = " or ".join(quoted(name) for name in known)
             raise ArgumentError(f"{fields.where} has {key}[{name!r}] {quoted(value)}, expected {names}")
-        precisions[name] = PRECISIONS[value]
+        precisions[name] = known[value]
     return precisions
 
 

@@ -256,7 +256,7 @@ class Report:
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
     dequantized: DequantizedAttention | None = None  # what --dequantize-attention did
-    attention_precision: PrecisionReport | None = None  # what --allow-bf16 did
+    attention_precision: PrecisionReport | None = None  # of --allow-bf16 and --attention-precision
     emit: str = STOF.name  # what operators are written
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made

@@ -339,7 +339,7 @@ def test_wrong_plans(precisions: object, message: str, tmp_path: Path, capsys: p
         (["--allow-bf16", "--target", "cuda"], "allow_bf16 is for target 'cpu', not 'cuda'"),
         (["--allow-bf16", "--target", "tensorrt"], "allow_bf16 is for target 'cpu', not 'tensorrt'"),
         (["--allow-bf16", "--emit", "standard"], "emit is 'standard', and allow_bf16 needs emit 'stof'"),
-        (["--max-error", "0.1"], "--max-error is for --allow-bf16, which is not given"),
+        (["--max-error", "0.1"], "--max-error is for --allow-bf16 and --attention-precision, of which none is given"),
         (["--allow-bf16", "--max-error", "-1"], "number from 0 on"),
         (["--allow-bf16", "--min-cosine", "0.9"], "--min-cosine is for --inputs with"),
         (
@@ -355,7 +355,7 @@ def test_wrong_plans(precisions: object, message: str, tmp_path: Path, capsys: p
             "--sparsify and --dequantize-attention both change outputs",
         ),
         (["--allow-bf16", "--max-kl", "0.9"], "--max-kl is for --prompts and --sparse-mlp, of which none is given"),
-        (["--prompts", "p.npy"], "--prompts is for --sparsify, --sparse-mlp and --allow-bf16"),
+        (["--prompts", "p.npy"], "--prompts is for --sparsify, --sparse-mlp, --allow-bf16 and"),
     ],
 )
 def test_refusals(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ CHANGED: dict[str, Any] = {
     "emit": "standard",
     "allow_tf32": True,
     "allow_bf16": True,
+    "attention_precision": "fp8",
     "max_error": 0.02,
     "json": Path("r.json"),
     "report": Path("r.html"),
@@ -93,6 +94,7 @@ def test_one_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "max_kl": {"prompts", "sparsify"},
         "min_cosine": {"inputs", "sparsify"},
         "prompts": {"sparsify"},
+        "attention_precision": {"target"},
         "max_error": {"allow_bf16"},
     }.get(name, set())
     options = Options(**{n: CHANGED[n] for n in (name, *needed)})
@@ -101,7 +103,7 @@ def test_one_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
     # One refuses most others, two are for another target, and float attention refuses other changes of outputs.
-    alone = ("emit", "allow_bf16", "max_error", "dequantize_attention", "float_model")
+    alone = ("emit", "allow_bf16", "attention_precision", "max_error", "dequantize_attention", "float_model")
     together = {n: value for n, value in CHANGED.items() if n not in alone}
     options = Options(**together)
     assert parse(command_of("model.onnx", options), monkeypatch) == ("model.onnx", options)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helpers.int8_attention import SCORES_ALONE, Inputs, Scheme, attend, draw, exact, relative_rms, to_fp8
+from helpers.int8_attention import Inputs, attend, draw, exact, relative_rms
+from stof.attention.checks.eight_bit_model import SCORES_ALONE, KeyValueHead, Scheme, to_fp8
 
 INT8, INT8_FP8 = 0.015, 0.045  # the bounds
 FAMILIES = ("gaussian", "offset", "sink")
@@ -69,6 +70,31 @@ def test_short_accumulators_need_promotion_over_long_sequences() -> None:
 def test_less_headroom_loses_small_weights() -> None:
     inputs = draw("sink", 128, 4096, 64, seed=6)
     assert error(inputs, replace(Scheme(), headroom=3.0)) > 1.3 * error(inputs, Scheme())
+
+
+@pytest.mark.parametrize(("scheme", "bound"), [(SCORES_ALONE, INT8), (Scheme(), INT8_FP8)])
+def test_sinks_meet_scores_that_lack_the_mean(scheme: Scheme, bound: float) -> None:
+    """A sink is a column of the softmax; the product of the query and the mean is given back to it."""
+    inputs = draw("offset", 64, 500, 64, seed=8)
+    logit = 9.0
+    scores = inputs.query @ inputs.key.T / 8
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    beside = np.exp(logit - scores.max(1))
+    wanted = weights @ inputs.value / (weights.sum(1) + beside)[:, None]
+    found = KeyValueHead.of(inputs.key, inputs.value, scheme).attend(inputs.query, sink=logit)
+    assert (beside > 0.1 * weights.sum(1)).any()
+    assert relative_rms(found, wanted) <= bound
+
+
+def test_padding_may_hold_anything() -> None:
+    inputs = draw("gaussian", 64, 300, 64, seed=9)
+    real = np.arange(300) < 200
+    allowed = np.broadcast_to(real, (64, 300))
+    key, value = (np.where(real[:, None], x, 1e6) for x in (inputs.key, inputs.value))
+    wanted = exact(Inputs(inputs.query, inputs.key[:200], inputs.value[:200]))
+    for scheme, bound in ((SCORES_ALONE, INT8), (Scheme(), INT8_FP8)):
+        found = KeyValueHead.of(key, value, scheme, real).attend(inputs.query, allowed=allowed)
+        assert relative_rms(found, wanted) <= bound
 
 
 def test_e4m3() -> None:

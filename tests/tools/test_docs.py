@@ -18,8 +18,9 @@ from tests.helpers.cpu_isas import CPU_ISAS
 import stof
 from bench.options import make_parser
 from stof import Options, cli, plan
-from stof.arguments.precisions import BF16
+from stof.arguments.precisions import BF16, INT8
 from stof.arguments.threshold_kinds import SKIP_SCORES
+from stof.attention_precision.eight_bit_report import EightBitReport, EightBitRow
 from stof.bench import cli as bench_cli
 from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
@@ -195,6 +196,7 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     skip = ThresholdReport((SKIP_SCORES,), [ThresholdRow(SKIP_SCORES, "", 0, False)]).to_json(SKIP_SCORES)
     assert skip is not None
     precision = PrecisionReport(BF16, 0.01, [PrecisionRow("", 0, "", False)]).to_json()
+    eight_bits = EightBitReport(INT8, 0.0, [EightBitRow("", 0, "", False)]).to_json()
     sparsified = (
         sparsity,
         sparsity["sites"][0],
@@ -210,6 +212,8 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
         distances["distances"][0],
         precision,
         precision["layers"][0],
+        eight_bits,
+        eight_bits["layers"][0],
         report,
         *rows,
         *predicted,

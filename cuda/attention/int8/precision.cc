@@ -8,6 +8,7 @@
 namespace stof {
 namespace cuda {
 
+// optimizer/stof/attention_precision/eight_bit_kernels.py mirrors it, to write the attribute where it counts.
 AttentionPrecision Int8PrecisionOf(const AttentionArgs& args) {
   const AttentionShape& shape = args.shape;
   const ScoreArgs& scores = args.scores;

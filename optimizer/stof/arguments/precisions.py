@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types to which attention may round the operands of its two matmuls, each by an attribute of the operators."""
+"""Precisions below that of its inputs in which attention may compute, each by an attribute of the operators."""
 
 from __future__ import annotations
 
@@ -9,29 +9,42 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto, helper
 
-from stof.targets import CPU, Target
+from stof.targets import CPU, CUDA, Target
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A type to which attention may round the operands of its matmuls: queries with keys, and weights with values.
+    """A precision in which attention may compute its two matmuls: queries with keys, and weights with values.
 
     Sums, the softmax and what follows stay in fp32.
 
     Attributes:
-        name: of the type, for reports and plans.
+        name: for reports and plans.
         option: of ``stof-optimize`` that allows it.
-        attribute: of the attention operators; 1 allows it.
+        attribute: of the attention operators that allows it.
+        value: of that attribute.
         target: on which kernels of it run.
-        dtype: the ONNX element type that operands are rounded to.
-        slack: how far, relative to the largest value of a head, a kernel may be from the definition that rounds as it does. The
-            running maximum decides to which binade a weight is rounded.
+        max_error: the largest relative RMS error of an attention, against fp64, with which it takes the precision by default.
     """
 
     name: str
     option: str
     attribute: str
+    value: int | str
     target: Target
+    max_error: float
+
+
+@dataclass(frozen=True)
+class RoundedOperands(Precision):
+    """A type to which the operands of both matmuls are rounded.
+
+    Attributes:
+        dtype: the ONNX element type.
+        slack: how far, relative to the largest value of a head, a kernel may be from the definition that rounds as it does. The
+            running maximum decides to which binade a weight is rounded.
+    """
+
     dtype: int
     slack: float
 
@@ -41,17 +54,58 @@ class Precision:
         return rounded
 
 
-BF16 = Precision(
+@dataclass(frozen=True)
+class EightBits(Precision):
+    """Operands of 8 bits with scales: scores in int8, and perhaps weights and values in e4m3.
+
+    Attributes:
+        has_fp8: whether weights and values are e4m3.
+    """
+
+    has_fp8: bool
+
+
+BF16 = RoundedOperands(
     name="bf16",
     option="--allow-bf16",
     attribute="allow_bf16",
+    value=1,
     target=CPU,
+    max_error=0.01,
     dtype=int(TensorProto.BFLOAT16),
     slack=2.0**-8,
 )
-PRECISIONS: Mapping[str, Precision] = {p.name: p for p in (BF16,)}
+# docs/design/attention-8bit.md has the errors that the bounds are above.
+INT8 = EightBits(
+    name="int8",
+    option="--attention-precision int8",
+    attribute="precision",
+    value="int8",
+    target=CUDA,
+    max_error=0.015,
+    has_fp8=False,
+)
+INT8_FP8 = EightBits(
+    name="int8_fp8",
+    option="--attention-precision fp8",
+    attribute="precision",
+    value="int8_fp8",
+    target=CUDA,
+    max_error=0.045,
+    has_fp8=True,
+)
+PRECISIONS: Mapping[str, Precision] = {p.name: p for p in (BF16, INT8, INT8_FP8)}
+
+AS_INPUTS, AUTO = "fp16", "auto"
+# What --attention-precision allows, by its value.
+ATTENTION_PRECISIONS: Mapping[str, tuple[EightBits, ...]] = {
+    AS_INPUTS: (),
+    "int8": (INT8,),
+    "fp8": (INT8_FP8,),
+    AUTO: (INT8, INT8_FP8),
+}
 
 
-def precision_of(attributes: Mapping[str, object]) -> Precision | None:
-    """The precision that a node's attributes allow; None: that of its inputs."""
-    return next((p for p in PRECISIONS.values() if attributes.get(p.attribute) == 1), None)
+def precision_of(attributes: Mapping[str, object]) -> RoundedOperands | None:
+    """The type to which a node's attributes allow operands to be rounded; None: none."""
+    return BF16 if attributes.get(BF16.attribute) == BF16.value else None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that rounds the operands of its two matmuls to a narrower type: which nodes, their errors, and the loss."""
+"""Attention that rounds the operands of its two matmuls to bf16 or 8 bits: which nodes, their errors, and the loss."""

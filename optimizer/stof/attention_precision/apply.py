@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import onnx
 
-from stof.arguments.precisions import BF16, Precision
+from stof.arguments.precisions import BF16, Precision, RoundedOperands
+from stof.attention_precision.eight_bits import apply_eight_bits, report_eight_bits
 from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
+from stof.attention_precision.measured import draw_sets, longest_sets
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
@@ -21,7 +22,6 @@ from stof.gemm_precision.errors import measure_gemm_errors
 from stof.gemm_precision.sites import FoundGemms, find_gemms
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
-from stof.prompt_runs.switched_off import draw_unpadded
 from stof.report import Report
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.library import has_cpu_gemm
@@ -33,9 +33,6 @@ from stof.symbolic import Symbolic
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
 from stof.verification.site_error import SiteError
-
-_MOST_SETS = 4  # whose errors are measured: the longest
-_MOST_DRAWN = 2
 
 
 def allowed_precision(options: Options) -> Precision | None:
@@ -49,11 +46,14 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     Raises:
         ArgumentError: when the library does not know it, or the plan is of another model.
     """
+    if job.options.eight_bits:
+        return report_eight_bits(report, job, stages)
     precision = allowed_precision(job.options)
     if precision is None:
         return None
     check_library(precision)
-    found = report.attention_precision = PrecisionReport(precision, job.options.max_error)
+    bound = precision.max_error if job.options.max_error is None else job.options.max_error
+    found = report.attention_precision = PrecisionReport(precision, bound)
     if not any(s.decided.has_replaced for s in stages):
         return found
     planned = None if job.plan is None else job.plan.attention_precision
@@ -101,6 +101,8 @@ def apply_precision(
         ArgumentError: for prompts and inputs that the model does not run on.
         VerifyError: when memory does not suffice, or cosines are below ``--min-cosine``.
     """
+    if job.options.eight_bits:
+        return apply_eight_bits(report, job, model, stages, folder, user_inputs, measure)
     found = report_precision(report, job, stages)  # again: verification may have dropped rewrites
     if found is None:
         return model
@@ -114,7 +116,7 @@ def apply_precision(
     sets = find_sets(job.model, job.prompts, user_inputs)
     is_drawn = sets is None
     with measure("errors"):
-        measured = sets or _draw_sets(job, stages)
+        measured = sets or draw_sets(job, stages)
         if measured is None:
             unknown = "there is nothing to measure it on; give --inputs or --prompts"
             _judge_rows(found, job, {}, unknown)
@@ -145,19 +147,11 @@ def apply_precision(
     return reduced
 
 
-def _draw_sets(job: Job, stages: Sequence[Stage]) -> MeasuredSets | None:
-    """Drawn inputs, for models without any of the user's; None without verification, which draws as well."""
-    if not job.options.verify:
-        return None
-    feeds = tuple(islice(draw_unpadded(find_model_inputs(job, stages)), _MOST_DRAWN))
-    return MeasuredSets("drawn inputs", "set", len(feeds), (), (), inputs=feeds) if feeds else None
-
-
 def _measure_errors(
     found: PrecisionReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path, *, is_drawn: bool
 ) -> None:
     """Gives rows their errors, and full precision where these are too large or not known."""
-    some = _choose_sets(sets)
+    some = longest_sets(sets)
     if not found.reduced:
         return
     try:
@@ -175,11 +169,6 @@ def _measure_errors(
     )
 
 
-def _choose_sets(sets: MeasuredSets) -> list[int]:
-    """The indices of the sets whose errors are measured: the longest."""
-    return sorted(range(sets.count), key=lambda i: -sets.lengths[i] if sets.lengths else i)[:_MOST_SETS]
-
-
 def _measure_gemms(
     found: PrecisionReport,
     job: Job,
@@ -193,7 +182,8 @@ def _measure_gemms(
     """Gives GEMMs their errors; those with large or unknown ones stay as they are."""
     if gemms is None or not found.gemms.reduced:
         return
-    some = _choose_sets(sets)
+    assert isinstance(found.precision, RoundedOperands)
+    some = longest_sets(sets)
     try:
         errors = measure_gemm_errors(job, stages, gemms, found.precision, sets, some, folder)
     except (ArgumentError, VerifyError) as error:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,11 @@ _PROBED = 128  # tokens of a prompt, by which the bytes of a longer one are know
 _MOST_BYTES = 1 << 31  # of tensors at sites that one run gives
 _MOST_TOKENS = 1024  # over KV caches: fp64 takes all scores at once there
 _STEPS_BACK = 6  # from a site's output to its operator: conversions of its layout, and the choice among its rows
+
+
+Layers = Mapping[str, str]  # the name of each site's operator, by the site
+Captured = Mapping[str, np.ndarray]
+Visit = Callable[[SiteChecks, onnx.ModelProto, Layers, Captured], None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,48 @@ def measure_errors(
         VerifyError: when memory does not suffice.
     """
     errors: dict[str, SiteError] = {}
+
+    def emit(model: onnx.ModelProto) -> onnx.ModelProto:
+        return put_precision(model, precision, names)
+
+    def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
+        for name, error in _compare(checks, emitted, layers, captured):
+            errors[name] = errors.get(name, SiteError()).join(error)
+
+    tokens = visit_sites(job, stages, precision.name, names, (sets, some), folder, emit, visit)
+    return MeasuredErrors(errors, tokens)
+
+
+def visit_sites(
+    job: Job,
+    stages: Sequence[Stage],
+    what: str,
+    names: Collection[str],
+    measured: tuple[MeasuredSets, Sequence[int]],
+    folder: Path,
+    emit: Callable[[onnx.ModelProto], onnx.ModelProto],
+    visit: Visit,
+) -> int:
+    """Runs the original on sets of inputs, and gives each op's sites the tensors that it computes there.
+
+    Args:
+        job: the optimization.
+        stages: whose model it is.
+        what: the precision, for messages.
+        names: of operators.
+        measured: what the original runs on, and the indices of the sets that count.
+        folder: for temporary files.
+        emit: makes of a stage's model the one whose sites are looked at.
+        visit: gets the checks of an op, that model, the operators of its sites, and the tensors of a run.
+
+    Returns:
+        How many tokens of each prompt count, at most; 0: all of each set.
+
+    Raises:
+        ArgumentError: when the original does not run on a set.
+        VerifyError: when memory does not suffice.
+    """
+    sets, some = measured
     longest = max(map(len, sets.prompts), default=0)
     maker = find_model_inputs(job, stages).maker
     try:
@@ -89,23 +136,22 @@ def measure_errors(
                 checks = stage.op.site_checks(job, stage.decided)
                 if checks is None or not checks.sites:
                     continue
-                emitted = put_precision(stage.model, precision, names)
+                emitted = emit(stage.model)
                 layers = _layers_of_sites(emitted, checks, names)
                 if layers:
                     capture = _Capture(sessions, checks, stages, scratch)
                     if sets.prompts:
                         sets = _shorten_prompts(sets, capture, maker, has_caches=stage.op.key == CACHES)
                     for feed in sets.feeds(maker, some):
-                        for name, error in _compare(checks, emitted, layers, capture.run(feed())):
-                            errors[name] = errors.get(name, SiteError()).join(error)
+                        visit(checks, emitted, layers, capture.run(feed()))
     except RuntimeFailure as error:
         raise ArgumentError(f"{sets.source}: the original does not run on it: {error}") from error
     except LimitReached as error:
-        raise VerifyError(f"the errors of attentions in {precision.name} could not be measured: {error}") from error
+        raise VerifyError(f"the errors of attentions in {what} could not be measured: {error}") from error
     finally:
         release_sessions()
-    measured = max(map(len, sets.prompts), default=0)
-    return MeasuredErrors(errors, measured if measured < longest else 0)
+    most = max(map(len, sets.prompts), default=0)
+    return most if most < longest else 0
 
 
 def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *, has_caches: bool) -> MeasuredSets:

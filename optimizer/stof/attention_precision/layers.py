@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import onnx
 from onnx import TensorProto, helper
@@ -87,13 +87,21 @@ def _head_size(facts: Symbolic, node: onnx.NodeProto) -> int:
 
 def put_precision(model: onnx.ModelProto, precision: Precision, names: Collection[str]) -> onnx.ModelProto:
     """A copy of a model in which attentions of these names may compute in a precision; those that it lacks are left out."""
+    return put_precisions(model, dict.fromkeys(names, precision))
+
+
+def put_precisions(model: onnx.ModelProto, precisions: Mapping[str, Precision]) -> onnx.ModelProto:
+    """As of ``put_precision``, each attention in a precision of its own."""
     copy = copy_model(model)
-    found = [(name, nodes) for name, nodes in nodes_by_layer(copy).items() if name in names]
-    for _, nodes in found:
+    found: dict[str, list[str]] = {}
+    for name, nodes in nodes_by_layer(copy).items():
+        if (precision := precisions.get(name)) is None:
+            continue
+        found.setdefault(precision.name, []).append(name)
         for node in nodes:
-            node.attribute.append(helper.make_attribute(precision.attribute, 1))
+            node.attribute.append(helper.make_attribute(precision.attribute, precision.value))
     if found:
         entry = copy.metadata_props.add()
         entry.key = METADATA
-        entry.value = f"outputs change; {precision.name}: {'; '.join(name for name, _ in found)}"
+        entry.value = "; ".join(["outputs change", *(f"{kind}: {'; '.join(names)}" for kind, names in found.items())])
     return copy

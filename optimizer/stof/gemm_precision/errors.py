@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from stof.arguments.precisions import Precision
+from stof.arguments.precisions import RoundedOperands
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
@@ -39,7 +39,7 @@ def measure_gemm_errors(
     job: Job,
     stages: Sequence[Stage],
     found: FoundGemms,
-    precision: Precision,
+    precision: RoundedOperands,
     sets: MeasuredSets,
     some: Sequence[int],
     folder: Path,
@@ -106,7 +106,7 @@ def _with_outputs(found: FoundGemms, names: Collection[str]) -> onnx.ModelProto:
     return extended
 
 
-def _error_of(site: GemmSite, arrays: Mapping[str, np.ndarray], precision: Precision) -> SiteError:
+def _error_of(site: GemmSite, arrays: Mapping[str, np.ndarray], precision: RoundedOperands) -> SiteError:
     """The error of one GEMM on some of its rows."""
     chain = site.chain
     assert chain is not None
@@ -156,7 +156,7 @@ def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.concatenate(blocks, axis=1)
 
 
-def _make_operator(site: GemmSite, precision: Precision, weights: Sequence[np.ndarray], further: int) -> Op:
+def _make_operator(site: GemmSite, precision: RoundedOperands, weights: Sequence[np.ndarray], further: int) -> Op:
     """The operator as the model will have it, with its weights packed."""
     chain = site.chain
     assert chain is not None

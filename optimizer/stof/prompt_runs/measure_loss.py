@@ -17,6 +17,8 @@ from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.runtime_faults import RuntimeFault
 from stof.execution.session_process import RuntimeFailure, release_sessions
+from stof.execution.upcast import TypedAttributes
+from stof.execution.widened_sessions import sessions_for
 from stof.files import temporary_folder
 from stof.graph.index import all_nodes
 from stof.options import Options
@@ -37,6 +39,7 @@ def measure_loss(
     prompts: PromptSet,
     folder: Path,
     options: Options,
+    widens: TypedAttributes | None = None,
 ) -> PromptLoss:
     """Runs both models on each prompt: as a first prompt, and token by token behind prefixes, each over its own cache.
 
@@ -47,6 +50,7 @@ def measure_loss(
         prompts: what they run on.
         folder: for temporary files.
         options: memory for the runs.
+        widens: texts with element types, of half-precision models that run widened to fp32; None: models run as they are.
 
     Raises:
         ArgumentError: when the model has no input for tokens or no logits, or refuses a prompt.
@@ -64,7 +68,7 @@ def measure_loss(
     try:
         with temporary_folder(folder) as scratch, choosing_environment(bounds):
             limits = prompt_limits(options.verify_memory)
-            sessions = Sessions(source.parent.resolve(), scratch, limits)
+            sessions = sessions_for(Sessions(source.parent.resolve(), scratch, limits), widens)
             original = BoundsSession(sessions.make(inputs.original or source, optimized=True, library=False))
             result = BoundsSession(sessions.make(final, optimized=True, library=True), bounds)
             _check_logits(original.outputs)
@@ -111,8 +115,8 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
         for words, is_given in (
             ("a denser pattern or a smaller threshold", options.sparsify),
             ("more neurons", options.sparse_mlp),
-            ("a smaller --max-error", options.allow_bf16 and options.plan is None),
-            ("a plan with less in attention_precision", options.allow_bf16 and options.plan is not None),
+            ("a smaller --max-error", bool(options.precisions) and options.plan is None),
+            ("a plan with less in attention_precision", bool(options.precisions) and options.plan is not None),
         )
         if is_given
     ]

@@ -57,6 +57,7 @@ _WRITERS: Mapping[str, Callable[[Any], list[str]]] = {
     "capability": lambda value: [],  # has no option
     "allow_tf32": _flag("--allow-tf32"),
     "allow_bf16": _flag("--allow-bf16"),
+    "attention_precision": _value("--attention-precision"),
     "max_error": _number("--max-error"),
     "json": _value("--json"),
     "report": _value("--report"),

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import onnx
 
-from stof.op_parts import HoldsPrompts
+from stof.attention_precision.eight_bit_report import EightBitReport
+from stof.errors import VerifyError
+from stof.execution.upcast import HALF, holds
+from stof.op_parts import HoldsPrompts, collect_typed_attributes
 from stof.op_rewrite import Job, Measure
-from stof.prompts.loss import has_logits
+from stof.options import Options
+from stof.prompts.files import PromptSet
+from stof.prompts.loss import PromptLoss, has_logits
 from stof.report import Report
+from stof.sparsify.precision_report import PrecisionReport
 from stof.stages import Stage, find_model_inputs
 
 
@@ -33,7 +39,7 @@ def measure_loss_on_prompts(
     is_reduced = reduced is not None and bool(reduced.reduced)
     if prompts is None or not (is_sparsified or changed or is_reduced):
         return
-    from stof.prompt_runs.measure_loss import check_loss, measure_loss
+    from stof.prompt_runs.measure_loss import check_loss
     from stof.thresholds.apply import counted_skipping
 
     # Patterns and pages have no other measure; thresholds and neurons say themselves what they lose.
@@ -42,8 +48,9 @@ def measure_loss_on_prompts(
         return
     thresholds = None if report.sparsity is None else report.sparsity.threshold_report
     with measure("prompts"), counted_skipping(thresholds):
-        inputs = find_model_inputs(job, stages)
-        loss = measure_loss(job.source, final, inputs, prompts, target.parent, job.options)
+        loss = _measure(job, stages, final, prompts, target.parent, reduced)
+    if loss is None:
+        return
     if is_sparsified and report.sparsity is not None:
         report.sparsity.loss, report.sparsity.decode_loss = loss.whole, loss.decoded
     if is_reduced and reduced is not None:
@@ -51,5 +58,38 @@ def measure_loss_on_prompts(
     for section in changed:
         section.loss = loss
     options = [*(["--sparsify"] if is_sparsified else []), *(["--sparse-mlp"] if changed else [])]
-    options += [reduced.precision.option] if is_reduced and reduced is not None else []
+    options += [reduced.option] if is_reduced and reduced is not None else []
     check_loss(loss, " with ".join(options), job.options)
+
+
+def _measure(
+    job: Job,
+    stages: Sequence[Stage],
+    final: onnx.ModelProto,
+    prompts: PromptSet,
+    folder: Path,
+    reduced: PrecisionReport | None,
+) -> PromptLoss | None:
+    """The loss of the model; of one with 8-bit attention that of a model that rounds as its kernels do.
+
+    None where memory does not suffice for such a model, which the report then says.
+
+    Raises:
+        VerifyError: when memory does not suffice for others, or --max-kl is not its default.
+    """
+    from stof.prompt_runs.measure_loss import measure_loss
+
+    inputs = find_model_inputs(job, stages)
+    if not (isinstance(reduced, EightBitReport) and reduced.reduced):
+        return measure_loss(job.source, final, inputs, prompts, folder, job.options)
+    from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
+
+    emulated = emulate_eight_bits(final, reduced.by_name)
+    try:
+        widens = collect_typed_attributes(stage.op for stage in stages) if holds(job.model, HALF) else None
+        return measure_loss(job.source, emulated, inputs, prompts, folder, job.options, widens)
+    except VerifyError as error:
+        if job.options.max_kl != Options.max_kl and not job.options.force:
+            raise
+        reduced.no_loss = str(error)
+        return None

@@ -83,6 +83,11 @@ class PrecisionReport:
         return dict.fromkeys(self.gemms.reduced, self.precision) if self.is_decided else None
 
     @property
+    def option(self) -> str:
+        """What the user gave."""
+        return self.precision.option
+
+    @property
     def headline(self) -> str:
         """For the report's first line."""
         counts = [f"{len(self.reduced)} of {len(self.rows)} attentions"] if self.reduced else []

@@ -12,6 +12,8 @@ from stof.errors import ArgumentError, VerifyError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
+from stof.execution.upcast import TypedAttributes
+from stof.execution.widened_sessions import sessions_for
 from stof.files import temporary_folder
 from stof.op_parts import StatesOutputs
 from stof.op_rewrite import Job
@@ -32,6 +34,7 @@ def measure_cosines(
     some: Sequence[int],
     model: onnx.ModelProto,
     folder: Path,
+    widens: TypedAttributes | None = None,
 ) -> CosineMeter:
     """The cosines of a model's outputs with the original's.
 
@@ -43,6 +46,7 @@ def measure_cosines(
         some: the indices of those that count.
         model: whose outputs change; its external data lies beside the original.
         folder: for temporary files.
+        widens: texts with element types, of half-precision models that run widened to fp32; None: models run as they are.
 
     Raises:
         ArgumentError: when a model does not run on a set.
@@ -52,7 +56,7 @@ def measure_cosines(
     try:
         with temporary_folder(folder) as scratch:
             limits = prompt_limits(job.options.verify_memory)
-            sessions = Sessions(job.source.parent.resolve(), scratch, limits)
+            sessions = sessions_for(Sessions(job.source.parent.resolve(), scratch, limits), widens)
             original = sessions.make(_original(job, stages, inputs), optimized=True, library=False)
             result = sessions.make(model, optimized=True, library=True)
             for feed in sets.feeds(inputs.maker, some):

@@ -7,7 +7,7 @@ own nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +15,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.arguments.precisions import EightBits
+from stof.attention.checks.eight_bit_error import EightBitErrors, measure_eight_bits
 from stof.attention.checks.rounded_comparison import compare_rounded_site
 from stof.attention.checks.site_comparison import (
     OperatorCall,
@@ -196,6 +198,33 @@ class AttentionChecks(SiteChecks):
             tensors += [] if factor is None else [factor.tensor]
         drawn = [n for n in tensors if n not in initializers]
         return [n for n in dict.fromkeys([*heads, *drawn]) if n not in inputs]
+
+    def measure_eight_bits(
+        self,
+        emitted: onnx.ModelProto,
+        captured: Mapping[str, np.ndarray],
+        precisions: Sequence[EightBits],
+        names: Collection[str],
+    ) -> Iterator[tuple[Rewrite, EightBitErrors]]:
+        """The errors of some sites of the main graph with 8-bit operands, by a model of the kernels.
+
+        Args:
+            emitted: the model with the nodes.
+            captured: values of :meth:`tensors` and of the model's inputs.
+            precisions: those to measure.
+            names: of the sites.
+        """
+        scope = self.scopes[0]
+        rewrites = [r for r in scope.rewrites(self.rewrites) if r.site.name in names]
+        stored = _read_constants(emitted.graph, scope.working.base.graph, _stored_tensors(rewrites))
+        arrays = {**stored, **captured}
+        for rewrite in rewrites:
+            site = rewrite.site
+            operands = (site.query.tensor, site.key.tensor, site.value.tensor)
+            read = [t.tensor for t in site.terms] + ([site.sink] if site.sink and not site.sink_values else [])
+            if all(n in arrays for n in (*operands, *read)):
+                rounded = {n: round_to_site_type(arrays[n], site.dtype) for n in operands}
+                yield rewrite, measure_eight_bits(rewrite, {**arrays, **rounded}, precisions)
 
     def _compare(
         self, scope: Scope, emitted: onnx.ModelProto, captured: Mapping[str, np.ndarray]

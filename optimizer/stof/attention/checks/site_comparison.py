@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from stof.arguments.precisions import Precision, precision_of
+from stof.arguments.precisions import RoundedOperands, precision_of
 from stof.attention.checks.row_sample import RowSample, choose_rows
 from stof.attention.function_body import OP
 from stof.execution.upcast import HALF
@@ -92,7 +92,7 @@ def compare_result(
     ignore_empty_rows: bool,
     *,
     has_all_policy: bool,
-    precision: Precision | None = None,
+    precision: RoundedOperands | None = None,
 ) -> Comparison:
     """A result [B, H, S, Dv] beside fp64 on the tensors of ``arrays``, and beside what the original computed.
 
@@ -149,7 +149,7 @@ def _errors_in_precision(
     multiplied: tuple[AttentionSite, Mapping[str, np.ndarray]],
     sample: RowSample | None,
     mine: np.ndarray,
-    precision: Precision,
+    precision: RoundedOperands,
 ) -> np.ndarray:
     """The distance of each element to the definition in a precision, less the precision's slack; infinite where not finite."""
     site, arrays = multiplied
@@ -326,7 +326,7 @@ def site_exactly(
     dtype: type[np.floating[Any]] = np.float64,
     sample: RowSample | None = None,
     stride: int = 1,
-    precision: Precision | None = None,
+    precision: RoundedOperands | None = None,
 ) -> Exact:
     """The site from its captured tensors in fp64, or another type; of a sample its rows and heads alone.
 
@@ -394,6 +394,16 @@ def _multiply_query(
 
 def _lay_out(arrays: Mapping[str, np.ndarray], operand: Operand) -> np.ndarray:
     return operand.lay_out(arrays[operand.tensor])
+
+
+def read_heads(
+    site: AttentionSite, arrays: Mapping[str, np.ndarray]
+) -> tuple[AttentionSite, np.ndarray, np.ndarray, np.ndarray]:
+    """Query, key and value as [B, heads, length, size], and the site without what the graph multiplies its scores with."""
+    site, arrays = _multiply_query(site, arrays)
+    operands = ((site.query, site.num_heads), (site.key, site.kv_num_heads), (site.value, site.kv_num_heads))
+    query, key, value = (heads_in_layout(_lay_out(arrays, o), o.layout, heads) for o, heads in operands)
+    return site, query, key, value
 
 
 def heads_in_layout(array: np.ndarray, layout: Layout, heads: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stof.arguments.precisions import Precision
+from stof.arguments.precisions import RoundedOperands
 from stof.cached_attention.node_site import NodeSite
 from stof.sparsify.patterns import Pattern
 
@@ -52,7 +52,7 @@ class AttentionStep:
     epsilon: float = 1e-6
     pattern: Pattern | None = None
     tables: tuple[np.ndarray, ...] = ()
-    precision: Precision | None = None
+    precision: RoundedOperands | None = None
 
     @property
     def attention(self) -> dict[str, Any]:

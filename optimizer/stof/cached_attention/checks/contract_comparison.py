@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stof.arguments.precisions import Precision
+from stof.arguments.precisions import RoundedOperands
 from stof.cached_attention.node_site import NodeSite
 from stof.verification.array_distance import largest_difference, largest_number, ulp_of_largest
 from stof.verification.compare import describe_nonfinite
@@ -32,7 +32,7 @@ class NarrowResult:
     slack: float
 
     @classmethod
-    def of(cls, precision: Precision, output: np.ndarray, values: np.ndarray) -> NarrowResult:
+    def of(cls, precision: RoundedOperands, output: np.ndarray, values: np.ndarray) -> NarrowResult:
         """``values``: those that were attended; undefined ones are NaN."""
         return cls(output, precision.slack * largest_number(values))
 

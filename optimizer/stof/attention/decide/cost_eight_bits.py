@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An analytical estimate for attention with 8-bit operands on compute capability 9.0: what scores in int8 and e4m3 gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stof.arguments.precisions import EightBits
+
+# TFLOP/s of kernels without masks, by head size, and GB/s at which both kernels that quantize read and write. Measured on
+# an H200 at S = 8192 (docs/design/attention-8bit.md).
+_FULL = {64: 565.0, 128: 735.0}
+_INT8 = {64: 485.0, 128: 795.0}
+_INT8_FP8 = {64: 515.0, 128: 868.0}
+_QUANTIZATION = 2200.0
+_LAUNCHES = 5.0  # microseconds of these two kernels, with the gaps before them
+_OWN = 4.5  # microseconds of an attention kernel of a few tiles
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """A run of one attention: B, H, G, S, T, D, and the share of its tiles that the mask leaves."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_size: int
+    density: float = 1.0
+
+
+def estimate_gain(sizes: AttentionSizes, precision: EightBits) -> float:
+    """The time in 16 bits over that in 8 bits, with quantization.
+
+    A key tile is quantized once and read by every query tile that attends it: windows and short sequences read it too rarely.
+    """
+    flops = 4.0 * sizes.batch * sizes.heads * sizes.queries * sizes.keys * sizes.head_size * sizes.density
+    rates = _INT8_FP8 if precision.has_fp8 else _INT8
+    full, own = (flops / table[sizes.head_size] * 1e-6 for table in (_FULL, rates))
+    rows = sizes.batch * sizes.head_size
+    per_key = 6 if precision.has_fp8 else 3  # values stay as they are where weights do
+    moved = rows * (3 * sizes.heads * sizes.queries + per_key * sizes.kv_heads * sizes.keys)
+    return (full + _OWN) / (own + _OWN + _LAUNCHES + moved / _QUANTIZATION * 1e-3)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of half-precision models that run widened to fp32: ONNX Runtime's CPU provider lacks kernels, in bf16 most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from stof.execution.ort_sessions import Sessions, VerifiedSession
+from stof.execution.upcast import Twins, TypedAttributes
+
+
+class WidenedSession:
+    """A session of a model in fp32 that takes inputs of the half-precision one."""
+
+    def __init__(self, session: VerifiedSession) -> None:
+        self._session = session
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names."""
+        return tuple(self._session.outputs)
+
+    def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        """The outputs of these names in fp32, by default all."""
+        is_half = {n: x.dtype.name in ("float16", "bfloat16") for n, x in feeds.items()}
+        given = {n: x.astype(np.float32) if is_half[n] else x for n, x in feeds.items()}
+        return list(self._session.run(list(self.outputs if outputs is None else outputs), given))
+
+
+class WidenedSessions:
+    """Makes such sessions; the models share a file of widened weights.
+
+    Args:
+        sessions: makes those of the widened models.
+        typed: texts with element types in them of the operators that stof writes.
+    """
+
+    def __init__(self, sessions: Sessions, typed: TypedAttributes) -> None:
+        self._sessions = sessions
+        self._twins = Twins(sessions.weights, sessions.scratch, None, typed)
+
+    def make(self, model: onnx.ModelProto | Path, *, optimized: bool, library: bool) -> WidenedSession:
+        """As of ``Sessions``."""
+        read = onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
+        return WidenedSession(self._sessions.make(self._twins.of(read), optimized=optimized, library=library))
+
+
+def sessions_for(sessions: Sessions, widens: TypedAttributes | None) -> Sessions | WidenedSessions:
+    """Sessions of models as they are, or widened with these texts."""
+    return sessions if widens is None else WidenedSessions(sessions, widens)
