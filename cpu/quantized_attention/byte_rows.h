@@ -97,12 +97,16 @@ inline void RoundRow(const int32_t* products, const ScoreCodeTables& t, uint64_t
                      uint8_t* most) {
   for (int k = 0; k < kTileKeys; k += 32) {
     auto* const to = reinterpret_cast<__m256i*>(codes + k);
-    _mm256_storeu_si256(to, RoundProducts(products + k, t));
+    __m256i rounded = RoundProducts(products + k, t);
     if (!t.has_one_rounding) {
+      _mm256_storeu_si256(to, rounded);
       for (int i = k; i < k + 32; ++i) codes[i] = t.last[codes[i]];
+      rounded = _mm256_loadu_si256(to);
     }
+    // Forbidden keys have code 0, as SumExponents takes them.
+    const __m256i kept = _mm256_and_si256(rounded, BytesOfBits(static_cast<uint32_t>(allowed >> k)));
+    _mm256_storeu_si256(to, kept);
     auto* const max = reinterpret_cast<__m256i*>(most + k);
-    const __m256i kept = _mm256_and_si256(_mm256_loadu_si256(to), BytesOfBits(static_cast<uint32_t>(allowed >> k)));
     _mm256_storeu_si256(max, _mm256_max_epu8(_mm256_loadu_si256(max), kept));
   }
 }
@@ -234,6 +238,25 @@ inline uint64_t SumExponents(const RowTiles& row, const ScoreCodeTables& t, uint
     }
     for (int word = 0; word < 2; ++word) total += AddWords(sums[word]) << (16 * word);
   }
+#elif defined(__AVX2__)
+  // Forbidden keys of a tile have code 0 (RoundRow): their exponentials are subtracted.
+  const uint64_t* const of_code = t.rising_exponents + 255 - most;
+  uint64_t forbidden = 0;
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const uint64_t allowed = row.Allowed(i);
+    if (allowed == 0) continue;
+    const uint8_t* const codes = row.Codes(i);
+    uint64_t sums[2] = {0, 0};
+    for (int k = 0; k < kTileKeys; k += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, codes + k, 8);
+#pragma GCC unroll 8
+      for (int byte = 0; byte < 8; ++byte) sums[byte % 2] += of_code[eight >> (8 * byte) & 255u];
+    }
+    total += sums[0] + sums[1];
+    forbidden += static_cast<uint64_t>(kTileKeys - __builtin_popcountll(allowed));
+  }
+  total -= forbidden * of_code[0];
 #else
   for (int64_t i = 0; i < row.visited; ++i) {
     const uint64_t allowed = row.Allowed(i);
@@ -351,6 +374,36 @@ inline bool HasWeights(const uint8_t* codes, uint8_t zero) {
   return any != 0;
 #endif
 }
+
+// What a tile's codes of weights, [kRows, keys], add to a strip: kNoLoad where all are that of 0. With sums of 16 bits
+// it is the largest sum of codes that one of them gets from a row, else it is 0.
+constexpr int32_t kNoLoad = -1;
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+// Codes that sums of 16 bits take: 128 times as much is below 2^15.
+constexpr int32_t kMostLoad = 255;
+
+inline int32_t LoadOfTile(const uint8_t* codes, uint8_t zero) {
+  if (!HasWeights(codes, zero)) return kNoLoad;
+  // Of a word a sum of 16 bits takes the first two codes, and its neighbour the others.
+  const __m256i none = _mm256_setzero_si256(), firsts = _mm256_set1_epi32(0xffff);
+  __m128i most = _mm_setzero_si128();
+  for (int r = 0; r < Int8::kRows; ++r) {
+    __m256i first = none, second = none;
+    for (int k = 0; k < kTileKeys; k += 32) {
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + r * kTileKeys + k));
+      first = _mm256_add_epi64(first, _mm256_sad_epu8(_mm256_and_si256(x, firsts), none));
+      second = _mm256_add_epi64(second, _mm256_sad_epu8(_mm256_andnot_si256(firsts, x), none));
+    }
+    const __m256i both = _mm256_or_si256(first, _mm256_slli_epi64(second, 32));
+    const __m128i two = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    most = _mm_max_epi32(most, _mm_add_epi32(two, _mm_unpackhi_epi64(two, two)));
+  }
+  const int32_t first = _mm_extract_epi32(most, 0), second = _mm_extract_epi32(most, 1);
+  return first > second ? first : second;
+}
+#else
+inline int32_t LoadOfTile(const uint8_t* codes, uint8_t zero) { return HasWeights(codes, zero) ? 0 : kNoLoad; }
+#endif
 
 }  // namespace
 }  // namespace cpu

@@ -18,7 +18,7 @@ namespace {
 inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t head, int64_t tile, int64_t row,
                          int32_t* products) {
   constexpr int kBlock = Int8::kVectors * Int8::kLanes;
-  const int64_t at = head * p.key_tiles + tile, size = 4 * p.d_quads;
+  const int64_t at = head * p.key_tiles + tile, size = 4 * p.key_words;
   const int8_t* const keys = p.keys + at * kTileKeys * size;
   const int32_t* const key_terms = p.key_sums + at * kTileKeys;
   for (int c = 0; c < kTileKeys; c += kBlock) {
@@ -29,7 +29,7 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 #pragma GCC unroll 6
       for (int r = 0; r < Int8::kRows; ++r) sums.of[r][v] = Int8::Add(terms, Int8::Set1(s.row_terms[row + r]));
     }
-    AddProducts<Int8::kVectors>(s.queries + row * size, size, keys + 4 * c, kTileKeys * 4, p.d_quads, &sums);
+    AddProducts<KeyProducts>(s.queries + row * size, size, keys + 4 * c, kTileKeys * 4, p.key_words, &sums);
 #pragma GCC unroll 6
     for (int r = 0; r < Int8::kRows; ++r) {
 #pragma GCC unroll 4
@@ -83,6 +83,7 @@ inline void FillScoreCodeTables(const QuantizedProblem& p, ScoreCodeTables* t) {
     const double weight = __builtin_exp(-i * step);
     t->weights[i] = static_cast<float>(weight);
     t->exponents[i] = static_cast<uint32_t>(weight * 2147483648.0 + 0.5);
+    t->rising_exponents[255 - i] = t->exponents[i];
     for (int byte = 0; byte < 4; ++byte) {
       t->exponent_bytes[byte][i] = static_cast<uint8_t>(t->exponents[i] >> (8 * byte));
     }
@@ -92,6 +93,7 @@ inline void FillScoreCodeTables(const QuantizedProblem& p, ScoreCodeTables* t) {
   }
   t->weights[256] = 0.0f;
   t->exponents[256] = 0;
+  for (int i = 256; i < 511; ++i) t->rising_exponents[i] = 0;
 }
 
 inline void FindScoreCodes(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited) {

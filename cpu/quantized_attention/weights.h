@@ -113,6 +113,56 @@ inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t
   return found.State();
 }
 
+// The sums of a register block of Int8::kRows rows of weights and kVectors vectors of columns of values.
+template <int kVectors>
+class ValueSums {
+ public:
+  __attribute__((always_inline)) ValueSums() {
+    sums_.Clear();
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+    shorts_.Clear();
+#endif
+  }
+  // load: of the tile.
+  __attribute__((always_inline)) void AddTile(const uint8_t* codes, [[maybe_unused]] int32_t load, const int8_t* values,
+                                              int64_t stride) {
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+    if (load <= kMostLoad) {
+      if (load_ + load > kMostLoad) Widen();
+      load_ += load;
+      AddProducts<ShortProducts>(codes, kTileKeys, values, stride, kTileKeys / 4, &shorts_);
+      return;
+    }
+#endif
+    AddProducts<ByteProducts>(codes, kTileKeys, values, stride, kTileKeys / 4, &sums_);
+  }
+  // The sums of 32 bits.
+  __attribute__((always_inline)) const SumBlock<kVectors>& Finish() {
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+    Widen();
+#endif
+    return sums_;
+  }
+
+ private:
+  SumBlock<kVectors> sums_;
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+  __attribute__((always_inline)) void Widen() {
+#pragma GCC unroll 6
+    for (int r = 0; r < Int8::kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        sums_.of[r][v] = Int8::Add(sums_.of[r][v], ShortProducts::Widen(shorts_.of[r][v]));
+      }
+    }
+    shorts_.Clear();
+    load_ = 0;
+  }
+  SumBlock<kVectors> shorts_;
+  int32_t load_ = 0;  // of tiles in shorts_
+#endif
+};
+
 // The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in
 // units of the scales of weights and values.
 template <int kVectors>
@@ -120,30 +170,23 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
                     int64_t visited) {
   constexpr int kColumns = kVectors * Int8::kLanes;
   const int64_t stride = 4 * p.dv_padded;
-  const Quantization& weight = p.args->weight;
-  const auto zero = static_cast<uint8_t>(weight.zero_code());
-  const int32_t moved_zero = weight.zero_code() - Int8::kRowOffset;
+  const int32_t moved_zero = p.args->weight.zero_code() - Int8::kRowOffset;
   const int32_t value_zero = SignedZero(p.args->value);
   alignas(64) int32_t terms[kColumns], sums[kColumns];
   for (int64_t begin = 0; begin == 0 || begin < visited; begin += kExactKeys / kTileKeys) {
     const int64_t end = Min(visited, begin + kExactKeys / kTileKeys);
-    SumBlock<kVectors> block;
-#pragma GCC unroll 6
-    for (int r = 0; r < Int8::kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) block.of[r][v] = Int8::Set1(0);
-    }
+    ValueSums<kVectors> added;
     if (moved_zero != 0) Fill(terms, terms + kColumns, 0);
     for (int64_t i = begin; i < end; ++i) {
-      const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
-      if (!HasWeights(codes, zero)) continue;
+      if (s.loads[i] == kNoLoad) continue;
       const int64_t tile = head * p.key_tiles + s.tiles[i];
-      AddProducts<kVectors>(codes, kTileKeys, p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride,
-                            kTileKeys / 4, &block);
+      added.AddTile(s.codes + (i * p.m + row) * kTileKeys, s.loads[i],
+                    p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride);
       if (moved_zero == 0) continue;
       const int32_t* const values = p.value_sums + tile * p.dv_padded + column;
       for (int c = 0; c < kColumns; ++c) terms[c] -= moved_zero * values[c];
     }
+    const SumBlock<kVectors>& block = added.Finish();
 #pragma GCC unroll 6
     for (int r = 0; r < Int8::kRows; ++r) {
 #pragma GCC unroll 4
@@ -181,7 +224,9 @@ inline void WriteOutputs(const QuantizedProblem& p, const TileRows& rows, const 
                          const RowState* states) {
   const int64_t Dv = p.args->attention.shape.Dv, head = rows.b * p.args->attention.shape.G + rows.g;
   const float unit = Finite(double{p.args->weight.scale} * double{p.args->value.scale});
+  const auto zero = static_cast<uint8_t>(p.args->weight.zero_code());
   for (int64_t row = 0; row < rows.count; row += Int8::kRows) {
+    for (int64_t i = 0; i < visited; ++i) s.loads[i] = LoadOfTile(s.codes + (i * p.m + row) * kTileKeys, zero);
     for (int64_t column = 0; column < Dv; column += Int8::kVectors * Int8::kLanes) {
       const int64_t vectors = Min(Int8::kVectors, (p.dv_padded - column) / Int8::kLanes);
       MultiplyOf(vectors)(p, s, head, row, column, visited);
