@@ -28,6 +28,12 @@ struct ScoreCodeTables {
   alignas(64) uint16_t exponent_words[2][256];
 };
 
+// What a strip of Int8::kRows rows of weights multiplies of a tile.
+struct StripTile {
+  int32_t load = 0;              // LoadOfTile
+  int16_t first = 0, words = 0;  // words of four keys that have weights; 0: none has
+};
+
 // The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows,
 // keys].
 struct RowScratch {
@@ -42,7 +48,7 @@ struct RowScratch {
   float* float_max;      // [m, kWidth]
   int64_t* weight_sums;  // [m]: of codes of weights, counted from that of 0
   uint32_t* bits;        // [m, keys / 32]: of a tile
-  int32_t* loads;        // [visited]: of a strip (LoadOfTile)
+  StripTile* strip;      // [visited]: of a strip
   float* sums;           // [kRows, 64]: outputs of a strip
 };
 
@@ -76,7 +82,7 @@ inline int64_t MakeScratch(const QuantizedProblem& p, char* base, RowScratch* s)
   place(&s->float_max, m * kWidth);
   place(&s->weight_sums, m);
   place(&s->bits, m * keys / 32);
-  place(&s->loads, tiles);
+  place(&s->strip, tiles);
   place(&s->sums, int64_t{Int8::kRows} * 64);
   return layout.total;
 }
