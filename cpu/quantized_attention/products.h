@@ -14,6 +14,11 @@
 
 #include "cpu/simd/algorithms.h"
 
+// Tests emulate the instruction where a processor has none.
+#if defined(__AVXVNNI__) || defined(STOF_EMULATED_AVX_VNNI)
+#define STOF_AVX_VNNI
+#endif
+
 namespace stof {
 namespace cpu {
 namespace {
@@ -73,7 +78,7 @@ struct Int8Avx512 {
 using Int8 = Int8Avx512;
 #else
 struct Int8Avx2 {
-#if defined(__AVXVNNI__)
+#if defined(STOF_AVX_VNNI)
   static constexpr int kRowOffset = 0, kKeyBytes = 1;
   // 6 x 2 sums, 2 columns, a word of a row: 15 of 16 registers.
   static constexpr int kRows = 6, kVectors = 2;
@@ -105,7 +110,7 @@ struct WholeWords {
   static Columns LoadColumns(const int8_t* p) { return Int8::Load(p); }
   static Row LoadRow(const uint8_t* p) { return Int8::Set1(LoadWord(p)); }
 };
-#if defined(__AVXVNNI__)
+#if defined(STOF_AVX_VNNI)
 struct ByteProducts : WholeWords {
   static Int8::Sums Dot(Int8::Sums sums, Row row, Columns columns) {
     return _mm256_dpbusd_avx_epi32(sums, row, columns);
