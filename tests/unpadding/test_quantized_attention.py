@@ -48,10 +48,11 @@ def test_real_tokens_have_the_numbers_of_the_padded_model(form: Form, tmp_path: 
     assert row.rest == "2 StofQuantizedAttention read padded copies"
     result = onnx.load(written)
     assert Counter(n.op_type for n in result.graph.node)["StofQuantizedAttention"] == 2
-    for lengths, longest in (((7, 24, 1, 13), 24), ((5, 5), 5), ((3, 9), 30)):
+    for lengths, longest in (((7, 24, 1, 13), 24), ((5, 5), 5), ((0, 9), 30)):
         feed = feeds_of(result, lengths, longest)
         wanted, found = run(padded, feed, library=True)[0], run(written, feed, library=True)[0]
         real = feed["attention_mask"] != 0
+        real[~real.any(1)] = True  # a text without a token keeps all rows
         assert np.isfinite(wanted).all()
         np.testing.assert_allclose(found[real], wanted[real], rtol=0, atol=1e-5 * np.abs(wanted).max())
         assert not found[~real].any()
