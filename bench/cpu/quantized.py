@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,6 @@ from stof.terminal import say
 MODELS = ("modernbert-base.torchscript.eager", "bert-base.torchscript.eager")
 FORMATS = {"qdq": "QDQ", "operator": "QOperator"}
 OPERATORS = {"matmul": ["MatMul"], "all": None}
-# How ONNX Runtime says that a table of positions ends.
-_BEYOND = re.compile(r"idx=\d+ must be within the inclusive range \[-(\d+),")
 _CALIBRATION_LENGTH = 128
 _TOKENS = 90  # ids below it are in every vocabulary
 
@@ -68,7 +65,7 @@ def draw(model: onnx.ModelProto, length: int, seed: int = 0) -> dict[str, np.nda
 
 
 class LengthError(ValueError):
-    """A length that a model has no positions for."""
+    """A length that a model does not run at, as beyond its positions."""
 
 
 def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFiles:
@@ -121,7 +118,7 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
     """The median milliseconds of each file, of interleaved runs; the first one of each does not count.
 
     Raises:
-        LengthError: where the model's positions end before.
+        LengthError: where the quantized model does not run.
     """
     feed = draw(onnx.load(files.quantized, load_external_data=False), length)
     sessions = {}
@@ -134,11 +131,13 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
         try:
             sessions[name].run(None, feed)
         except Exception as error:  # the runtime's own types have no common base
-            if found := _BEYOND.search(str(error)):
-                raise LengthError(
-                    f"S = {length} is beyond the {found[1]} positions of {files.quantized.name}; leave it out of --lengths"
-                ) from error
-            raise
+            if name != "quantized":
+                raise
+            cause = str(error).partition("Status Message: ")[2] or str(error)
+            raise LengthError(
+                f"{files.quantized.name} does not run at S = {length}, perhaps beyond its positions; leave it out of --lengths. "
+                f"ONNX Runtime says: {cause.splitlines()[0]}"
+            ) from error
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
         for name, session in sessions.items():

@@ -48,13 +48,14 @@ struct Int8Vnni {
   static Sums Add(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
 };
 using Int8 = Int8Vnni;
-struct ByteProducts {
+struct BytesVnni {
   using Columns = __m512i;
   using Row = __m512i;
   static Columns LoadColumns(const int8_t* p) { return _mm512_loadu_si512(p); }
   static Row LoadRow(const uint8_t* p) { return _mm512_set1_epi32(LoadWord(p)); }
   static Int8::Sums Dot(Int8::Sums sums, Row row, Columns columns) { return _mm512_dpbusd_epi32(sums, row, columns); }
 };
+using ByteProducts = BytesVnni;
 using KeyProducts = ByteProducts;
 #elif defined(__AVX2__)
 #if defined(__AVX512BW__)
@@ -111,15 +112,16 @@ struct WholeWords {
   static Row LoadRow(const uint8_t* p) { return Int8::Set1(LoadWord(p)); }
 };
 #if defined(STOF_AVX_VNNI)
-struct ByteProducts : WholeWords {
+struct BytesAvxVnni : WholeWords {
   static Int8::Sums Dot(Int8::Sums sums, Row row, Columns columns) {
     return _mm256_dpbusd_avx_epi32(sums, row, columns);
   }
 };
+using ByteProducts = BytesAvxVnni;
 using KeyProducts = ByteProducts;
 #else
 // Both factors are split into values of 16 bits.
-struct ByteProducts {
+struct BytesAsWords {
   struct Columns {
     Int8::Sums even, odd;
   };
@@ -137,6 +139,7 @@ struct ByteProducts {
         sums, Int8::Add(Int8::MultiplyShorts(row.even, columns.even), Int8::MultiplyShorts(row.odd, columns.odd)));
   }
 };
+using ByteProducts = BytesAsWords;
 // Words of two values of 16 bits.
 struct KeyProducts : WholeWords {
   static Int8::Sums Dot(Int8::Sums sums, Row row, Columns columns) {
@@ -164,7 +167,7 @@ struct Int8Dotprod {
   static Sums Add(Sums a, Sums b) { return vaddq_s32(a, b); }
 };
 using Int8 = Int8Dotprod;
-struct ByteProducts {
+struct BytesDotprod {
   using Columns = int8x16_t;
   using Row = int8x16_t;
   static Columns LoadColumns(const int8_t* p) { return vld1q_s8(p); }
@@ -173,6 +176,7 @@ struct ByteProducts {
   }
   static Int8::Sums Dot(Int8::Sums sums, Row row, Columns columns) { return vdotq_s32(sums, row, columns); }
 };
+using ByteProducts = BytesDotprod;
 using KeyProducts = ByteProducts;
 #else
 struct Int8Portable {
@@ -190,7 +194,7 @@ struct Int8Portable {
   static Sums Add(Sums a, Sums b) { return a + b; }
 };
 using Int8 = Int8Portable;
-struct ByteProducts {
+struct BytesPortable {
   using Sums = Int8::Sums;
   struct Columns {
     Sums of[4];
@@ -215,6 +219,7 @@ struct ByteProducts {
     return sums;
   }
 };
+using ByteProducts = BytesPortable;
 using KeyProducts = ByteProducts;
 #endif
 
