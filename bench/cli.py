@@ -63,6 +63,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from bench.decoder import run as decoder
 
         return decoder.run(arguments)
+    if arguments.command == "quantized":
+        from bench.cpu import quantized
+
+        return quantized.run(arguments)
     if "rounds" in arguments:
         arguments.rounds = arguments.rounds or measure.ROUNDS
     return run_with_threads(arguments, _run_on_threads, _NAME)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.core.clone import RESULTS
-from bench.cpu import bf16_attention, cases, run_time_masks, sparse_mlp
+from bench.cpu import bf16_attention, cases, quantized, run_time_masks, sparse_mlp
 from bench.decoder import mlp_models
 from bench.gpu.cases import GRIDS
 from bench.texts import text_models
@@ -32,6 +32,7 @@ def make_parser() -> Parser:
     _add_sparse_mlp(commands)
     _add_run_time_masks(commands)
     _add_bf16_attention(commands)
+    _add_quantized(commands)
     _add_sites(commands)
     _add_model(commands)
     _add_texts(commands)
@@ -116,6 +117,19 @@ def _add_bf16_attention(commands: Commands) -> None:
     )
     attention.add_argument("--peers", nargs="+", default=None, metavar="NAME", help="default: all")
     _add_runs(attention, threads=[1, 2])
+
+
+def _add_quantized(commands: Commands) -> None:
+    models = commands.add_parser("quantized", help="whole quantized models before and after, on a CPU")
+    models.add_argument(
+        "--models", nargs="+", default=quantized.MODELS, metavar="NAME", help="stored graphs of models/"
+    )
+    models.add_argument("--formats", nargs="+", choices=quantized.FORMATS, default=list(quantized.FORMATS))
+    models.add_argument("--operators", nargs="+", choices=quantized.OPERATORS, default=["matmul"])
+    models.add_argument("--lengths", nargs="+", type=int, default=[512], metavar="S")
+    models.add_argument("--threads", type=int, default=2)
+    models.add_argument("--rounds", type=int, default=5)
+    models.add_argument("--folder", type=Path, default=Path("build/bench/quantized"), metavar="DIR")
 
 
 def _add_sites(commands: Commands) -> None:

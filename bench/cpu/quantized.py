@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole quantized models in ONNX Runtime, before and after: ``python -m bench.cpu.quantized``.
+"""Whole quantized models in ONNX Runtime, before and after: ``python -m bench quantized``.
 
 Stored graphs get random weights and are quantized by ONNX Runtime's own tools, attention matmuls included. The quantized model,
 the one with the graph's own rounding and the one with float attention alternate, each optimized by ONNX Runtime as far as it
@@ -11,23 +11,22 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
 
 import stof
 from bench.core.clone import load_module
 from stof.options import Options
+from stof.terminal import say
 
 MODELS = ("modernbert-base.torchscript.eager", "bert-base.torchscript.eager")
-_FORMATS = {"qdq": QuantFormat.QDQ, "operator": QuantFormat.QOperator}
-_OPERATORS = {"matmul": ["MatMul"], "all": None}
+FORMATS = {"qdq": "QDQ", "operator": "QOperator"}
+OPERATORS = {"matmul": ["MatMul"], "all": None}
 _CALIBRATION_LENGTH = 128
 _TOKENS = 90  # ids below it are in every vocabulary
 
@@ -65,16 +64,16 @@ def draw(model: onnx.ModelProto, length: int, seed: int = 0) -> dict[str, np.nda
     return feed
 
 
-class _Calibration(CalibrationDataReader):  # type: ignore[misc]
-    def __init__(self, feeds: Sequence[dict[str, np.ndarray]]) -> None:
-        self._feeds: Iterator[dict[str, np.ndarray]] = iter(feeds)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self._feeds, None)
+class LengthError(ValueError):
+    """A length that a model does not run at, as beyond its positions."""
 
 
 def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFiles:
     """Makes the files of a model that are not in a folder yet."""
+    # The tools take a second to import, which other commands do not need.
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
     short = name.replace("/", "-")
     source, prepared = folder / f"{short}.onnx", folder / f"{short}.prepared.onnx"
     stem = f"{short}.{form}.{operators}"
@@ -88,11 +87,11 @@ def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFile
         quantize_static(
             str(prepared),
             str(files.quantized),
-            _Calibration([feed]),
-            quant_format=_FORMATS[form],
+            _calibration(feed),
+            quant_format=QuantFormat[FORMATS[form]],
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            op_types_to_quantize=_OPERATORS[operators],
+            op_types_to_quantize=OPERATORS[operators],
         )
     # Verification of models of this size is a matter of the tests, on narrow ones.
     if not files.rounded.is_file():
@@ -102,8 +101,25 @@ def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFile
     return files
 
 
+def _calibration(feed: dict[str, np.ndarray]) -> Any:
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class OneFeed(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._feeds = iter([feed])
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next(self._feeds, None)
+
+    return OneFeed()
+
+
 def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) -> dict[str, float]:
-    """The median milliseconds of each file, of interleaved runs; the first one of each does not count."""
+    """The median milliseconds of each file, of interleaved runs; the first one of each does not count.
+
+    Raises:
+        LengthError: where the quantized model does not run.
+    """
     feed = draw(onnx.load(files.quantized, load_external_data=False), length)
     sessions = {}
     for name, path in files.by_name().items():
@@ -112,7 +128,16 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
         options.log_severity_level = 3
         stof.register(options)
         sessions[name] = ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-        sessions[name].run(None, feed)
+        try:
+            sessions[name].run(None, feed)
+        except Exception as error:  # the runtime's own types have no common base
+            if name != "quantized":
+                raise
+            cause = str(error).partition("Status Message: ")[2] or str(error)
+            raise LengthError(
+                f"{files.quantized.name} does not run at S = {length}, perhaps beyond its positions; leave it out of --lengths. "
+                f"ONNX Runtime says: {cause.splitlines()[0]}"
+            ) from error
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
         for name, session in sessions.items():
@@ -122,32 +147,27 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
     return {name: float(np.median(found)) for name, found in times.items()}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description="Times quantized models before and after.")
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="stored graphs of models/")
-    parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=list(_FORMATS))
-    parser.add_argument("--operators", nargs="+", choices=_OPERATORS, default=["matmul"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], metavar="S")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path("build/bench/quantized"), metavar="DIR")
-    arguments = parser.parse_args(argv)
+def run(arguments: argparse.Namespace) -> int:
+    """The command: a table; 1 where a length is beyond a model's positions."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)
-    print("| model | format | quantized operators | S | quantized | own rounding | float attention |")
-    print("|---|---|---|---|---|---|---|")
+    say(
+        "| model | format | quantized operators | S | quantized | own rounding | float attention |",
+        "|---|---|---|---|---|---|---|",
+    )
+    beyond: list[str] = []
     for name in arguments.models:
         for form in arguments.formats:
             for operators in arguments.operators:
                 files = prepare(name, form, operators, arguments.folder)
                 for length in arguments.lengths:
-                    found = time_files(files, length, arguments.threads, arguments.rounds)
+                    try:
+                        found = time_files(files, length, arguments.threads, arguments.rounds)
+                    except LengthError as error:
+                        beyond.append(str(error))
+                        continue
                     base = found["quantized"]
                     cells = [f"{base:.0f} ms", *(f"{base / ms:.2f}x" for n, ms in found.items() if n != "quantized")]
-                    print(f"| {name} | {form} | {operators} | {length} | {' | '.join(cells)} |", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+                    say(f"| {name} | {form} | {operators} | {length} | {' | '.join(cells)} |")
+    say(*beyond)
+    return 1 if beyond else 0

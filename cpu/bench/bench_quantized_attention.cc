@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantized attention beside attention in fp32, on the CPU kernels alone: every row and instruction set in each
 // round, the least CPU time of a call on one thread. H 12, D 64, codes int8.
-//   bench_quantized_attention [ROUNDS]
+//   bench_quantized_attention [ROUNDS [NAME]]    NAME: rows that have it in their names
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -127,8 +127,10 @@ class Bench {
 
 int Main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::max(1, std::atoi(argv[1])) : 10;
+  const char* const name = argc > 2 ? argv[2] : "";
   std::printf("%-30s %6s %-14s %12s %12s %8s\n", "row", "S", "set", "fp32 ms", "int8 ms", "ratio");
   for (const Row& row : kRows) {
+    if (std::strstr(row.name, name) == nullptr) continue;
     std::vector<CpuIsa> isas;
     std::vector<std::unique_ptr<Bench>> all;
     for (int isa = 1; isa <= static_cast<int>(BestCpuIsa()); ++isa) {

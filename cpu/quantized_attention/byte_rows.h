@@ -97,12 +97,16 @@ inline void RoundRow(const int32_t* products, const ScoreCodeTables& t, uint64_t
                      uint8_t* most) {
   for (int k = 0; k < kTileKeys; k += 32) {
     auto* const to = reinterpret_cast<__m256i*>(codes + k);
-    _mm256_storeu_si256(to, RoundProducts(products + k, t));
+    __m256i rounded = RoundProducts(products + k, t);
     if (!t.has_one_rounding) {
+      _mm256_storeu_si256(to, rounded);
       for (int i = k; i < k + 32; ++i) codes[i] = t.last[codes[i]];
+      rounded = _mm256_loadu_si256(to);
     }
+    // Forbidden keys have code 0, as SumExponents takes them.
+    const __m256i kept = _mm256_and_si256(rounded, BytesOfBits(static_cast<uint32_t>(allowed >> k)));
+    _mm256_storeu_si256(to, kept);
     auto* const max = reinterpret_cast<__m256i*>(most + k);
-    const __m256i kept = _mm256_and_si256(_mm256_loadu_si256(to), BytesOfBits(static_cast<uint32_t>(allowed >> k)));
     _mm256_storeu_si256(max, _mm256_max_epu8(_mm256_loadu_si256(max), kept));
   }
 }
@@ -128,10 +132,11 @@ inline void RoundRow(const int32_t* products, const ScoreCodeTables& t, uint64_t
 #endif
 
 // The codes of weights by the difference of a score's code to the row's largest: table [256] of weights times `factor`,
-// rounded. zero: the code of 0.
-inline void RoundWeightTable(const float* weights, float factor, int32_t zero, uint8_t* table) {
+// rounded. zero: the code of 0. Returns how many entries are written: all others have the code of 0. Lookups in 16
+// entries at a time end there, while those of other sets take all of them.
+inline int RoundWeightTable(const float* weights, float factor, int32_t zero, uint8_t* table) {
   const float high = static_cast<float>(255 - zero);
-#if defined(__AVX512BW__)
+#if defined(__AVX512VBMI__)
   // Whole vectors are stored: they are read again at once, which narrower stores would delay.
   const __m512 factors = _mm512_set1_ps(factor), most = _mm512_set1_ps(high);
   for (int i = 0; i < 256; i += 64) {
@@ -142,6 +147,23 @@ inline void RoundWeightTable(const float* weights, float factor, int32_t zero, u
     }
     _mm512_storeu_si512(table + i, PackCodes(steps, zero));
   }
+  return 256;
+#elif defined(__AVX2__)
+  const __m256 factors = _mm256_set1_ps(factor), most = _mm256_set1_ps(high);
+  const __m128i zeros = _mm_set1_epi16(static_cast<int16_t>(zero));
+  int used = 0;
+  // Weights fall, and half a step is rounded to 0.
+  for (; used < 256 && weights[used] * factor > 0.5f; used += 16) {
+    __m128i words[2];
+    for (int v = 0; v < 2; ++v) {
+      const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(weights + used + 8 * v), factors);
+      const __m256i steps = _mm256_cvtps_epi32(_mm256_min_ps(x, most));
+      words[v] =
+          _mm_add_epi16(_mm_packs_epi32(_mm256_castsi256_si128(steps), _mm256_extracti128_si256(steps, 1)), zeros);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(table + used), _mm_packus_epi16(words[0], words[1]));
+  }
+  return used;
 #else
   // The bits of a number below 2^22 that is added to 1.5 * 2^23 end with its nearest integer.
   for (int i = 0; i < 256; ++i) {
@@ -151,6 +173,7 @@ inline void RoundWeightTable(const float* weights, float factor, int32_t zero, u
     std::memcpy(&bits, &moved, sizeof(bits));
     table[i] = static_cast<uint8_t>(bits + static_cast<uint32_t>(zero));
   }
+  return 256;
 #endif
 }
 
@@ -234,6 +257,25 @@ inline uint64_t SumExponents(const RowTiles& row, const ScoreCodeTables& t, uint
     }
     for (int word = 0; word < 2; ++word) total += AddWords(sums[word]) << (16 * word);
   }
+#elif defined(__AVX2__)
+  // Forbidden keys of a tile have code 0 (RoundRow): their exponentials are subtracted.
+  const uint64_t* const of_code = t.rising_exponents + 255 - most;
+  uint64_t forbidden = 0;
+  for (int64_t i = 0; i < row.visited; ++i) {
+    const uint64_t allowed = row.Allowed(i);
+    if (allowed == 0) continue;
+    const uint8_t* const codes = row.Codes(i);
+    uint64_t sums[2] = {0, 0};
+    for (int k = 0; k < kTileKeys; k += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, codes + k, 8);
+#pragma GCC unroll 8
+      for (int byte = 0; byte < 8; ++byte) sums[byte % 2] += of_code[eight >> (8 * byte) & 255u];
+    }
+    total += sums[0] + sums[1];
+    forbidden += static_cast<uint64_t>(kTileKeys - __builtin_popcountll(allowed));
+  }
+  total -= forbidden * of_code[0];
 #else
   for (int64_t i = 0; i < row.visited; ++i) {
     const uint64_t allowed = row.Allowed(i);
@@ -251,18 +293,10 @@ inline uint64_t SumExponents(const RowTiles& row, const ScoreCodeTables& t, uint
   return total;
 }
 
-#if defined(__AVX2__)
-// Entries of a table [257] up to the last one that is not that of 0: weights fall.
-inline int EntriesBeforeZero(const uint8_t* table) {
-  int used = 256;
-  while (used > 0 && table[used - 1] == table[256]) --used;
-  return used;
-}
-#endif
-
 // Replaces the codes of a row's scores by those of its weights, by table [257] of the difference to the largest code;
-// entry 256, and what stands for forbidden keys, is the code of 0. Returns the sum of codes, counted from it.
-inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t most) {
+// entry 256, and what stands for forbidden keys, is the code of 0. used: the entries that are given. Returns the sum of
+// codes, counted from it.
+inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, [[maybe_unused]] int used, uint8_t most) {
   const uint8_t zero = table[256];
   int64_t total = 0;
 #if defined(__AVX512BW__)
@@ -270,8 +304,6 @@ inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t mo
   __m512i sums = _mm512_setzero_si512();
 #if defined(__AVX512VBMI__)
   const ByteTable weights(table);
-#else
-  const int used = EntriesBeforeZero(table);
 #endif
   for (int64_t i = 0; i < row.visited; ++i) {
     const __m512i below = _mm512_sub_epi8(max, _mm512_loadu_si512(row.Codes(i)));
@@ -295,9 +327,13 @@ inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t mo
 #elif defined(__AVX2__)
   const __m256i max = _mm256_set1_epi8(static_cast<char>(most)), none = _mm256_set1_epi8(static_cast<char>(zero));
   __m256i sums = _mm256_setzero_si256();
-  const int used = EntriesBeforeZero(table);
   for (int64_t i = 0; i < row.visited; ++i) {
     const uint64_t allowed = row.Allowed(i);
+    if (allowed == 0) {
+      Fill(row.Codes(i), row.Codes(i) + kTileKeys, zero);
+      total += int64_t{kTileKeys} * zero;
+      continue;
+    }
     for (int k = 0; k < kTileKeys; k += 32) {
       auto* const codes = reinterpret_cast<__m256i*>(row.Codes(i) + k);
       const __m256i below = _mm256_sub_epi8(max, _mm256_loadu_si256(codes));
@@ -316,7 +352,7 @@ inline int64_t LookWeights(const RowTiles& row, const uint8_t* table, uint8_t mo
   }
   int64_t lanes[4];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sums);
-  total = lanes[0] + lanes[1] + lanes[2] + lanes[3];
+  total += lanes[0] + lanes[1] + lanes[2] + lanes[3];
 #else
   for (int64_t i = 0; i < row.visited; ++i) {
     uint8_t* const codes = row.Codes(i);
@@ -351,6 +387,33 @@ inline bool HasWeights(const uint8_t* codes, uint8_t zero) {
   return any != 0;
 #endif
 }
+
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+// Codes of weights that a sum of 16 bits takes: 128 times as much is below 2^15.
+constexpr int32_t kMostLoad = 255;
+
+// The largest sum of codes, [kRows, keys], that a sum of 16 bits gets from a row.
+inline int32_t LoadOfTile(const uint8_t* codes) {
+  // Of a word a sum of 16 bits takes the first two codes, and its neighbour the others.
+  const __m256i none = _mm256_setzero_si256(), firsts = _mm256_set1_epi32(0xffff);
+  __m128i most = _mm_setzero_si128();
+  for (int r = 0; r < Int8::kRows; ++r) {
+    __m256i first = none, second = none;
+    for (int k = 0; k < kTileKeys; k += 32) {
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + r * kTileKeys + k));
+      first = _mm256_add_epi64(first, _mm256_sad_epu8(_mm256_and_si256(x, firsts), none));
+      second = _mm256_add_epi64(second, _mm256_sad_epu8(_mm256_andnot_si256(firsts, x), none));
+    }
+    const __m256i both = _mm256_or_si256(first, _mm256_slli_epi64(second, 32));
+    const __m128i two = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    most = _mm_max_epi32(most, _mm_add_epi32(two, _mm_unpackhi_epi64(two, two)));
+  }
+  const int32_t first = _mm_extract_epi32(most, 0), second = _mm_extract_epi32(most, 1);
+  return first > second ? first : second;
+}
+#else
+inline int32_t LoadOfTile(const uint8_t* /*codes*/) { return 0; }
+#endif
 
 }  // namespace
 }  // namespace cpu

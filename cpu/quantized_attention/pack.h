@@ -25,32 +25,37 @@ inline const uint8_t* RowOf(const TensorView& view, int64_t b, int64_t head, int
   return static_cast<const uint8_t*>(view.data) + b * view.stride.b + head * view.stride.h + row * view.stride.s;
 }
 
-// Keys of a tile: [quads][keys][4]; what does not exist is 0. sums: what a key adds to each of its products, for the
+// Values of a row of queries or keys, moved by `flip`, in the element that products read: `Code` as it is, or extended
+// to 16 bits. Returns their sum.
+template <typename Code>
+inline int32_t PackRow(const uint8_t* row, int64_t D, uint8_t flip, uint8_t* packed) {
+  int32_t sum = 0;
+  for (int64_t d = 0; d < D; ++d) sum += static_cast<Code>(row[d] ^ flip);
+  if constexpr (Int8::kKeyBytes == 1) {
+    for (int64_t d = 0; d < D; ++d) packed[d] = row[d] ^ flip;
+  } else {
+    auto* const words = reinterpret_cast<int16_t*>(packed);
+    for (int64_t d = 0; d < D; ++d) words[d] = static_cast<Code>(row[d] ^ flip);
+  }
+  return sum;
+}
+
+// Keys of a tile: [words][keys][4]; what does not exist is 0. sums: what a key adds to each of its products, for the
 // zero point of the query.
 inline void PackKeyTile(const QuantizedProblem& p, int64_t b, int64_t g, int64_t tile, int8_t* packed, int32_t* sums) {
   const QuantizedAttentionArgs& args = *p.args;
   const AttentionShape& shape = args.attention.shape;
   const int64_t first = tile * kTileKeys, count = Min(kTileKeys, shape.T - first);
   const uint8_t flip = ToSigned(args.key);
-  const uint32_t flips = 0x01010101u * flip;
   const auto query_zero = args.query.zero_code();
-  std::memset(packed, 0, static_cast<size_t>(p.d_quads * kTileKeys * 4));
+  alignas(64) uint8_t whole[kMostQuantizedHeadSize * Int8::kKeyBytes] = {};  // a key
+  if (count < kTileKeys) std::memset(packed, 0, static_cast<size_t>(p.key_words * kTileKeys * 4));
   for (int64_t k = 0; k < kTileKeys; ++k) {
     int32_t sum = 0;
     if (k < count) {
       const uint8_t* const row = RowOf(args.attention.key, b, g, first + k);
-      const int64_t whole = shape.D / 4;
-      int8_t* const to = packed + 4 * k;
-      for (int64_t q = 0; q < whole; ++q) {
-        uint32_t quad;
-        std::memcpy(&quad, row + 4 * q, 4);
-        quad ^= flips;
-        std::memcpy(to + q * kTileKeys * 4, &quad, 4);
-      }
-      for (int64_t d = 4 * whole; d < shape.D; ++d) {
-        to[whole * kTileKeys * 4 + d % 4] = static_cast<int8_t>(row[d] ^ flip);
-      }
-      for (int64_t d = 0; d < shape.D; ++d) sum += static_cast<int8_t>(row[d] ^ flip);
+      sum = PackRow<int8_t>(row, shape.D, flip, whole);
+      for (int64_t w = 0; w < p.key_words; ++w) std::memcpy(packed + (w * kTileKeys + k) * 4, whole + 4 * w, 4);
     }
     sums[k] = (Int8::kRowOffset - query_zero) * sum;
   }
@@ -116,17 +121,17 @@ inline void PackHead(const QuantizedProblem& p, int64_t head) {
   const int64_t G = p.args->attention.shape.G, b = head / G, g = head % G;
   for (int64_t tile = 0; tile < p.key_tiles; ++tile) {
     const int64_t at = head * p.key_tiles + tile;
-    PackKeyTile(p, b, g, tile, p.keys + at * kTileKeys * p.d_quads * 4, p.key_sums + at * kTileKeys);
+    PackKeyTile(p, b, g, tile, p.keys + at * kTileKeys * p.key_words * 4, p.key_sums + at * kTileKeys);
     PackValueTile(p, b, g, tile, p.values + at * kTileKeys * p.dv_padded, p.value_sums + at * p.dv_padded);
   }
 }
 
-// Rows of queries as uint8, [count, quads, 4], and what a row adds to each of its products: those of the key's zero
+// Rows of queries as uint8, [count, words, 4], and what a row adds to each of its products: those of the key's zero
 // point.
 inline void PackQueries(const QuantizedProblem& p, int64_t b, int64_t h, int64_t first, int64_t count, int64_t padded,
                         uint8_t* packed, int32_t* row_terms) {
   const QuantizedAttentionArgs& args = *p.args;
-  const int64_t D = args.attention.shape.D, size = 4 * p.d_quads;
+  const int64_t D = args.attention.shape.D, size = 4 * p.key_words;
   const uint8_t flip = ToUnsigned(args.query);
   const int32_t key_zero = SignedZero(args.key), query_zero = args.query.zero_code();
   std::memset(packed, 0, static_cast<size_t>(padded * size));
@@ -134,11 +139,7 @@ inline void PackQueries(const QuantizedProblem& p, int64_t b, int64_t h, int64_t
     row_terms[i] = 0;
     if (i >= count) continue;
     const uint8_t* const row = RowOf(args.attention.query, b, h, first + i);
-    int32_t sum = 0;
-    for (int64_t d = 0; d < D; ++d) {
-      packed[i * size + d] = static_cast<uint8_t>(row[d] ^ flip);
-      sum += packed[i * size + d];
-    }
+    const int32_t sum = PackRow<uint8_t>(row, D, flip, packed + i * size);
     row_terms[i] = key_zero * (static_cast<int32_t>(D) * query_zero - sum);
   }
 }

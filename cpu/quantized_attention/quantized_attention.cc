@@ -17,6 +17,7 @@ namespace stof {
 namespace {
 
 constexpr int64_t kLine = 64;
+static_assert(cpu::kMostQuantizedHeadSize >= AttentionLimits::kLargestHeadSize, "kernels have room for a key");
 // Working memory of a worker for scores, roughly: half of a usual L2.
 constexpr int64_t kScoreBytes = int64_t{512} << 10;
 
@@ -38,7 +39,7 @@ cpu::QuantizedProblem MakeProblem(const QuantizedAttentionArgs& args, const CpuQ
   problem.n = config.n;
   problem.tile_rows = CeilDiv(shape.S, config.m);
   problem.key_tiles = CeilDiv(shape.T, config.n);
-  problem.d_quads = CeilDiv(shape.D, 4);
+  problem.key_words = kernels.key_words(shape.D);
   problem.dv_padded = kernels.padded_value_size(shape.Dv);
   problem.keeps_codes = KeepsCodes(args);
   if (const BlockMask* blocks = args.attention.mask.fixed.blocks()) {
@@ -59,7 +60,7 @@ Layout MakeLayout(const cpu::QuantizedProblem& problem, const cpu::QuantizedAtte
   };
   const int64_t tiles = shape.B * shape.G * problem.key_tiles;
   if (problem.args->attention.mask.pad != nullptr) layout.key_bits = take(shape.B * problem.key_tiles * 8);
-  layout.keys = take(tiles * problem.n * problem.d_quads * 4);
+  layout.keys = take(tiles * problem.n * problem.key_words * 4);
   layout.key_sums = take(tiles * problem.n * 4);
   layout.values = take(tiles * problem.n * problem.dv_padded);
   layout.value_sums = take(tiles * problem.dv_padded * 4);

@@ -17,6 +17,8 @@ constexpr int kQuantizedStrip = 12;
 // The most rows of a tile. Kernels keep a bit for each row in a word, and an array of row states.
 constexpr int kMostQuantizedRows = 4 * kQuantizedStrip;
 static_assert(kMostQuantizedRows <= 64, "a word has a bit for each row of a tile");
+// The largest head size.
+constexpr int64_t kMostQuantizedHeadSize = 256;
 // Sums of weights and values are exact over so many keys: 2^15 * 255 * 128 < 2^31.
 constexpr int64_t kExactKeys = 32768;
 
@@ -33,7 +35,7 @@ struct QuantizedProblem {
   const QuantizedAttentionArgs* args = nullptr;
   int m = 0, n = 0;
   int64_t tile_rows = 0, key_tiles = 0;
-  int64_t d_quads = 0;    // head size of query and key, four at a time
+  int64_t key_words = 0;  // of a packed row of queries or keys, 4 bytes each
   int64_t dv_padded = 0;  // of values, padded
   // Scores are kept as codes: there is a rounding, and no bias.
   bool keeps_codes = false;
@@ -50,6 +52,8 @@ struct QuantizedProblem {
 };
 
 struct QuantizedAttentionKernels {
+  // Words of 32 bits that a row of queries or keys is packed into.
+  int64_t (*key_words)(int64_t D) = nullptr;
   int64_t (*padded_value_size)(int64_t Dv) = nullptr;
   int64_t (*scratch_bytes)(const QuantizedProblem& problem) = nullptr;
   // Tables that all items read; before the first item of a worker.

@@ -8,6 +8,8 @@ namespace stof {
 namespace cpu {
 namespace {
 
+inline int64_t KeyWords(int64_t D) { return RoundUp(D * Int8::kKeyBytes, 4) / 4; }
+
 inline int64_t PaddedValueSize(int64_t Dv) { return RoundUp(Dv, Int8::kLanes); }
 
 inline int64_t ScratchBytes(const QuantizedProblem& p) {
@@ -120,7 +122,7 @@ inline void Attend(const QuantizedProblem& p, int64_t item, void* memory) {
 }  // namespace
 
 STOF_EXPORT_KERNELS(QuantizedAttentionKernels, quantized_attention) = {
-    PaddedValueSize, ScratchBytes, Prepare, PackHead, Measure, Attend,
+    KeyWords, PaddedValueSize, ScratchBytes, Prepare, PackHead, Measure, Attend,
 };
 
 }  // namespace cpu

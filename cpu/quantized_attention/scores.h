@@ -14,14 +14,17 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// The products of Int8::kRows rows and the keys of a tile, zero points included: [kRows, keys].
+// The products of Int8::kRows rows and the keys of a tile, zero points included: [kRows, keys]. Vectors without a key
+// of `wanted` keep what they have.
 inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t head, int64_t tile, int64_t row,
-                         int32_t* products) {
+                         uint64_t wanted, int32_t* products) {
   constexpr int kBlock = Int8::kVectors * Int8::kLanes;
-  const int64_t at = head * p.key_tiles + tile, size = 4 * p.d_quads;
+  const int64_t at = head * p.key_tiles + tile, size = 4 * p.key_words;
   const int8_t* const keys = p.keys + at * kTileKeys * size;
   const int32_t* const key_terms = p.key_sums + at * kTileKeys;
+  constexpr uint64_t kBlockBits = ~uint64_t{0} >> (kTileKeys - kBlock);
   for (int c = 0; c < kTileKeys; c += kBlock) {
+    if ((wanted >> c & kBlockBits) == 0) continue;
     SumBlock<Int8::kVectors> sums;
 #pragma GCC unroll 4
     for (int v = 0; v < Int8::kVectors; ++v) {
@@ -29,7 +32,7 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 #pragma GCC unroll 6
       for (int r = 0; r < Int8::kRows; ++r) sums.of[r][v] = Int8::Add(terms, Int8::Set1(s.row_terms[row + r]));
     }
-    AddProducts<Int8::kVectors>(s.queries + row * size, size, keys + 4 * c, kTileKeys * 4, p.d_quads, &sums);
+    AddProducts<KeyProducts>(s.queries + row * size, size, keys + 4 * c, kTileKeys * 4, p.key_words, &sums);
 #pragma GCC unroll 6
     for (int r = 0; r < Int8::kRows; ++r) {
 #pragma GCC unroll 4
@@ -83,6 +86,7 @@ inline void FillScoreCodeTables(const QuantizedProblem& p, ScoreCodeTables* t) {
     const double weight = __builtin_exp(-i * step);
     t->weights[i] = static_cast<float>(weight);
     t->exponents[i] = static_cast<uint32_t>(weight * 2147483648.0 + 0.5);
+    t->rising_exponents[255 - i] = t->exponents[i];
     for (int byte = 0; byte < 4; ++byte) {
       t->exponent_bytes[byte][i] = static_cast<uint8_t>(t->exponents[i] >> (8 * byte));
     }
@@ -92,18 +96,20 @@ inline void FillScoreCodeTables(const QuantizedProblem& p, ScoreCodeTables* t) {
   }
   t->weights[256] = 0.0f;
   t->exponents[256] = 0;
+  for (int i = 256; i < 511; ++i) t->rising_exponents[i] = 0;
 }
 
 inline void FindScoreCodes(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited) {
-  alignas(64) int32_t products[Int8::kRows * kTileKeys];
+  alignas(64) int32_t products[Int8::kRows * kTileKeys] = {};
   const ScoreCodeTables& t = *s.tables;
   const int64_t head = rows.b * p.args->attention.shape.G + rows.g, end = RoundUp(rows.count, Int8::kRows);
   Fill(s.byte_max, s.byte_max + p.m * kTileKeys, uint8_t{0});
   for (int64_t i = 0; i < visited; ++i) {
     for (int64_t row = 0; row < end; row += Int8::kRows) {
       const uint64_t* const allowed = s.allowed + i * p.m + row;
-      if (!HasKeys(allowed)) continue;
-      MultiplyTile(p, s, head, s.tiles[i], row, products);
+      const uint64_t wanted = KeysOfStrip(allowed);
+      if (wanted == 0) continue;
+      MultiplyTile(p, s, head, s.tiles[i], row, wanted, products);
       for (int r = 0; r < Int8::kRows; ++r) {
         RoundRow(products + r * kTileKeys, t, allowed[r], s.codes + (i * p.m + row + r) * kTileKeys,
                  s.byte_max + (row + r) * kTileKeys);
@@ -174,7 +180,7 @@ struct FloatScores {
 };
 
 inline void FindScores(const QuantizedProblem& p, const TileRows& rows, const RowScratch& s, int64_t visited) {
-  alignas(64) int32_t products[Int8::kRows * kTileKeys];
+  alignas(64) int32_t products[Int8::kRows * kTileKeys] = {};
   float bias[kTileKeys];
   const QuantizedAttentionArgs& args = *p.args;
   const PairBias& pair_bias = args.attention.scores.bias;
@@ -185,8 +191,9 @@ inline void FindScores(const QuantizedProblem& p, const TileRows& rows, const Ro
     const int64_t first = int64_t{s.tiles[i]} * kTileKeys, count = Min(kTileKeys, args.attention.shape.T - first);
     for (int64_t row = 0; row < end; row += Int8::kRows) {
       const uint64_t* const allowed = s.allowed + i * p.m + row;
-      if (!HasKeys(allowed)) continue;
-      MultiplyTile(p, s, head, s.tiles[i], row, products);
+      const uint64_t wanted = KeysOfStrip(allowed);
+      if (wanted == 0) continue;
+      MultiplyTile(p, s, head, s.tiles[i], row, wanted, products);
       for (int64_t r = 0; r < Min(Int8::kRows, rows.count - row); ++r) {
         if (allowed[r] == 0) continue;
         const bool has_bias = pair_bias.data != nullptr;

@@ -98,11 +98,11 @@ class KeyTileList {
   int64_t visited_ = 0;
 };
 
-// Whether one of Int8::kRows rows may attend a key of a tile.
-inline bool HasKeys(const uint64_t* allowed) {
+// The keys of a tile that one of Int8::kRows rows may attend.
+inline uint64_t KeysOfStrip(const uint64_t* allowed) {
   uint64_t any = 0;
   for (int r = 0; r < Int8::kRows; ++r) any |= allowed[r];
-  return any != 0;
+  return any;
 }
 
 }  // namespace

@@ -75,9 +75,9 @@ inline void RoundWeightCodes(const QuantizedProblem& p, const RowScratch& s, int
   const Quantization& weight = p.args->weight;
   const float factor = StepsOfWeight(p, found);
   uint8_t table[257];
-  RoundWeightTable(s.tables->weights, factor, weight.zero_code(), table);
+  const int used = RoundWeightTable(s.tables->weights, factor, weight.zero_code(), table);
   table[256] = static_cast<uint8_t>(weight.zero_code());
-  s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, found.most);
+  s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, used, found.most);
 }
 
 // Codes of weights from exponentials.
@@ -113,6 +113,68 @@ inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t
   return found.State();
 }
 
+// What a strip of Int8::kRows rows multiplies of visited tile i. Codes of 0 that are not 0 stand in all keys.
+inline StripTile MakeStripTile(const QuantizedProblem& p, const RowScratch& s, int64_t i, int64_t row) {
+  const auto zero = static_cast<uint8_t>(p.args->weight.zero_code());
+  const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
+  const uint64_t wanted = KeysOfStrip(s.allowed + i * p.m + row);
+  if (wanted == 0 || !HasWeights(codes, zero)) return {};
+  if (zero != 0 || Int8::kRowOffset != 0) return {LoadOfTile(codes), 0, kTileKeys / 4};
+  const int first = __builtin_ctzll(wanted) / 4, last = (63 - __builtin_clzll(wanted)) / 4;
+  return {LoadOfTile(codes), static_cast<int16_t>(first), static_cast<int16_t>(last - first + 1)};
+}
+
+// The sums of a register block of Int8::kRows rows of weights and kVectors vectors of columns of values.
+template <int kVectors>
+class ValueSums {
+ public:
+  __attribute__((always_inline)) ValueSums() {
+    sums_.Clear();
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+    shorts_.Clear();
+#endif
+  }
+  __attribute__((always_inline)) void AddTile(const uint8_t* codes, const StripTile& tile, const int8_t* values,
+                                              int64_t stride) {
+    codes += 4 * tile.first;
+    values += tile.first * stride;
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+    if (tile.load <= kMostLoad) {
+      if (load_ + tile.load > kMostLoad) Widen();
+      load_ += tile.load;
+      AddProducts<ShortProducts>(codes, kTileKeys, values, stride, tile.words, &shorts_);
+      return;
+    }
+#endif
+    AddProducts<ByteProducts>(codes, kTileKeys, values, stride, tile.words, &sums_);
+  }
+  // The sums of 32 bits.
+  __attribute__((always_inline)) const SumBlock<kVectors>& Finish() {
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+    Widen();
+#endif
+    return sums_;
+  }
+
+ private:
+  SumBlock<kVectors> sums_;
+#if defined(STOF_HAS_SHORT_PRODUCTS)
+  __attribute__((always_inline)) void Widen() {
+#pragma GCC unroll 6
+    for (int r = 0; r < Int8::kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        sums_.of[r][v] = Int8::Add(sums_.of[r][v], ShortProducts::Widen(shorts_.of[r][v]));
+      }
+    }
+    shorts_.Clear();
+    load_ = 0;
+  }
+  SumBlock<kVectors> shorts_;
+  int32_t load_ = 0;  // of tiles in shorts_
+#endif
+};
+
 // The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in
 // units of the scales of weights and values.
 template <int kVectors>
@@ -120,30 +182,24 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
                     int64_t visited) {
   constexpr int kColumns = kVectors * Int8::kLanes;
   const int64_t stride = 4 * p.dv_padded;
-  const Quantization& weight = p.args->weight;
-  const auto zero = static_cast<uint8_t>(weight.zero_code());
-  const int32_t moved_zero = weight.zero_code() - Int8::kRowOffset;
+  const int32_t moved_zero = p.args->weight.zero_code() - Int8::kRowOffset;
   const int32_t value_zero = SignedZero(p.args->value);
   alignas(64) int32_t terms[kColumns], sums[kColumns];
   for (int64_t begin = 0; begin == 0 || begin < visited; begin += kExactKeys / kTileKeys) {
     const int64_t end = Min(visited, begin + kExactKeys / kTileKeys);
-    SumBlock<kVectors> block;
-#pragma GCC unroll 6
-    for (int r = 0; r < Int8::kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) block.of[r][v] = Int8::Set1(0);
-    }
+    ValueSums<kVectors> added;
     if (moved_zero != 0) Fill(terms, terms + kColumns, 0);
     for (int64_t i = begin; i < end; ++i) {
-      const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
-      if (!HasWeights(codes, zero)) continue;
+      const StripTile& of_strip = s.strip[i];
+      if (of_strip.words == 0) continue;
       const int64_t tile = head * p.key_tiles + s.tiles[i];
-      AddProducts<kVectors>(codes, kTileKeys, p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride,
-                            kTileKeys / 4, &block);
+      added.AddTile(s.codes + (i * p.m + row) * kTileKeys, of_strip,
+                    p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride);
       if (moved_zero == 0) continue;
       const int32_t* const values = p.value_sums + tile * p.dv_padded + column;
       for (int c = 0; c < kColumns; ++c) terms[c] -= moved_zero * values[c];
     }
+    const SumBlock<kVectors>& block = added.Finish();
 #pragma GCC unroll 6
     for (int r = 0; r < Int8::kRows; ++r) {
 #pragma GCC unroll 4
@@ -182,6 +238,7 @@ inline void WriteOutputs(const QuantizedProblem& p, const TileRows& rows, const 
   const int64_t Dv = p.args->attention.shape.Dv, head = rows.b * p.args->attention.shape.G + rows.g;
   const float unit = Finite(double{p.args->weight.scale} * double{p.args->value.scale});
   for (int64_t row = 0; row < rows.count; row += Int8::kRows) {
+    for (int64_t i = 0; i < visited; ++i) s.strip[i] = MakeStripTile(p, s, i, row);
     for (int64_t column = 0; column < Dv; column += Int8::kVectors * Int8::kLanes) {
       const int64_t vectors = Min(Int8::kVectors, (p.dv_padded - column) / Int8::kLanes);
       MultiplyOf(vectors)(p, s, head, row, column, visited);

@@ -40,11 +40,30 @@ TEST(CpuIsasByName) {
   CountCases(std::size(isas));
 }
 
+// Servers have AVX-512 without AVX-VNNI: no set takes kernels from avx_vnni.
+TEST(NoOtherSetRunsKernelsOfAvxVnni) {
+#define STOF_ID(id, name, is_supported) CpuIsa::id,
+  const CpuIsa isas[] = {STOF_CPU_ISAS(STOF_ID)};
+#undef STOF_ID
+  const auto* const own = cpu::KernelsOf(CpuIsa::kAvxVnni).quantized_attention;
+#if defined(__x86_64__)
+  const bool is_compiled = true;
+#else
+  const bool is_compiled = false;
+#endif
+  CHECK((own != cpu::KernelsOf(CpuIsa::kAvx2).quantized_attention) == is_compiled);
+  for (const CpuIsa isa : isas) {
+    if (!is_compiled || isa == CpuIsa::kAvxVnni) continue;
+    CHECK(cpu::KernelsOf(isa).quantized_attention != own, CpuIsaName(isa));
+  }
+  CountCases(std::size(isas));
+}
+
 TEST(ASetOfAnotherArchitectureLimitsNothing) {
   const CpuIsa best = BestCpuIsaAtMost("");
   CHECK(IsCpuIsaSupported(best) && BestCpuIsaAtMost("portable") == CpuIsa::kPortable);
   CHECK(BestCpuIsaAtMost(CpuIsaName(best)) == best && BestCpuIsaAtMost("none") == best);
-  const char* const x86[] = {"avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16"};
+  const char* const x86[] = {"avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16"};
   const char* const arm[] = {"neon", "neon_dotprod", "neon_bf16"};
 #if defined(__x86_64__)
   for (const char* name : arm) CHECK(BestCpuIsaAtMost(name) == best, name);
@@ -67,6 +86,7 @@ TEST(X86FeaturesAsTheCompilerKnowsThem) {
   STOF_SAME("fma");
   STOF_SAME("f16c");
   STOF_SAME("avx2");
+  STOF_SAME("avxvnni");
   STOF_SAME("avx512f");
   STOF_SAME("avx512dq");
   STOF_SAME("avx512bw");
@@ -76,7 +96,7 @@ TEST(X86FeaturesAsTheCompilerKnowsThem) {
   STOF_SAME("avx512bf16");
 #undef STOF_SAME
   CHECK(!cpu::HasX86Feature("avx1024"));
-  CountCases(9);
+  CountCases(11);
 }
 #endif
 

@@ -71,13 +71,19 @@ class _Samples(CalibrationDataReader):
         return next(self._feeds, None)
 
 
-def quantized(name: str, form: Form, folder: Path) -> tuple[Path, Path]:
-    """The float model of a stored graph with random weights, and that model prepared and quantized by ONNX Runtime's tools."""
+def quantized(name: str, form: Form, folder: Path, float_matmuls: int = 0) -> tuple[Path, Path]:
+    """The float model of a stored graph with random weights, and that model prepared and quantized by ONNX Runtime's tools.
+
+    The first ``float_matmuls`` matmuls of two computed tensors stay float.
+    """
     source, prepared, target = (folder / f"{word}.onnx" for word in ("float", "prepared", "quantized"))
     build.write(name, source)
     logging.disable(logging.CRITICAL)
     try:
         quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+        graph = onnx.load(prepared).graph
+        constants = {t.name for t in graph.initializer}
+        matmuls = [n.name for n in graph.node if n.op_type == "MatMul" and not constants.intersection(n.input)]
         quantize_static(
             str(prepared),
             str(target),
@@ -87,6 +93,7 @@ def quantized(name: str, form: Form, folder: Path) -> tuple[Path, Path]:
             weight_type=QuantType.QInt8,
             op_types_to_quantize=None if form.ops is None else list(form.ops),
             per_channel=form.per_channel,
+            nodes_to_exclude=matmuls[:float_matmuls],
         )
     finally:
         logging.disable(logging.NOTSET)

@@ -44,7 +44,7 @@ def test_many_random_problems() -> None:
 
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 ARM_ISAS = ("portable", "neon", "neon_dotprod", "neon_bf16")
-X86_ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16")
+X86_ISAS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16")
 ISAS = ARM_ISAS if IS_ARM else X86_ISAS
 
 

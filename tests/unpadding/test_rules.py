@@ -446,6 +446,19 @@ def _dynamic_matmul() -> NodeCase:
 POSITIVE.append(_dynamic_matmul())
 
 
+def _code_cases(op: str) -> list[NodeCase]:
+    """Two tensors of codes: of tokens both, or one of all tokens alike."""
+    scales = (fixed(0.1), fixed(2, "u8")), (fixed(0.2), fixed(3, "u8")), (fixed(0.4), fixed(7, "u8"))
+    return [
+        case(op, tokens("B S 4", "u8"), *scales[0], other, *scales[1], *scales[2], domain=MS)
+        for other in (tokens("B S 4", "u8"), weight(4, dtype="u8"))
+    ]
+
+
+for _op in ("QLinearAdd", "QLinearMul"):
+    POSITIVE += _code_cases(_op)
+
+
 @pytest.mark.parametrize("node", named(POSITIVE))
 def test_computes_each_token_by_itself(node: NodeCase) -> None:
     row_wise = node.row_wise()

@@ -87,8 +87,8 @@ def find_sites(
             reason = _explain_rounded(rounded, error, weights) or explain_other_softmax(index, symbolic, softmax.node)
             reason = reason or f"{error}{name_default_inputs(index, softmax.node)}"
             findings.append(Finding(name, False, reason, {"softmax": weights}))
+    findings += _find_coded_softmaxes(model, rounded, names, softmaxes)
     if softmaxes is None:
-        findings += _find_coded_softmaxes(model, rounded, names)
         findings.extend(_find_in_functions(model, names))
     return sites, findings
 
@@ -101,10 +101,19 @@ def _explain_rounded(rounded: RoundedForms, error: UnsupportedError, softmax: st
     return str(RoundingError(refused)) if refused else ""
 
 
-def _find_coded_softmaxes(model: onnx.ModelProto, rounded: RoundedForms, names: FreshNames) -> list[Finding]:
+def is_coded_softmax(node: onnx.NodeProto) -> bool:
+    """Whether a node is a softmax of codes."""
+    return node.op_type == "QLinearSoftmax" and node.domain == "com.microsoft"
+
+
+def _find_coded_softmaxes(
+    model: onnx.ModelProto, rounded: RoundedForms, names: FreshNames, softmaxes: frozenset[str] | None
+) -> list[Finding]:
     """Findings for softmaxes of codes that are in no form in which sites are searched."""
     findings = []
-    for node in (n for n in model.graph.node if n.op_type == "QLinearSoftmax" and n.domain == "com.microsoft"):
+    for node in filter(is_coded_softmax, model.graph.node):
+        if softmaxes is not None and node.output[0] not in softmaxes:
+            continue
         refused = rounded.refused.get(node.output[0], "it is no attention whose query, key and value are codes")
         name = names.make(node.name or f"softmax of {node.output[0]}")
         findings.append(Finding(name, False, str(RoundingError(refused)), {"softmax": node.output[0]}))

@@ -15,7 +15,8 @@ import onnx
 from stof.attention.emit import Rewrite, SharedFunctions, emit, replace_sites
 from stof.attention.expand.expanders import is_fused, make_subgraph_copy
 from stof.attention.expand.working_copy import WorkingCopy, with_expanded
-from stof.attention.find import find_sites, is_softmax
+from stof.attention.find import find_sites, is_coded_softmax, is_softmax
+from stof.attention.quantized.core_form import with_cores
 from stof.graph.index import all_nodes, describe, node_tensors, producers, subgraphs
 from stof.graph.names import FreshNames
 from stof.graph.protobuf import copy_model, remove_named
@@ -72,7 +73,9 @@ def find_scopes(working: WorkingCopy) -> list[Scope]:
     around = _OuterGraphs((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
     for path, description, outside, inner in _attention_subgraphs(graph, around, ()):
         scopes.append(
-            _search_subgraph(working, path, description, outside, inner, names, sum(len(s.sites) for s in scopes))
+            _search_subgraph(
+                working, path, description, outside, inner, names, (sum(len(s.sites) for s in scopes), len(scopes))
+            )
         )
     return scopes
 
@@ -82,14 +85,14 @@ def _attention_subgraphs(
 ) -> Iterator[tuple[GraphPath, str, _OuterGraphs, onnx.GraphProto]]:
     """Every subgraph that contains attention, outer ones before inner ones."""
     for i, node in enumerate(graph.node):
-        if not any(is_softmax(n) or is_fused(n) for g in subgraphs(node) for n in all_nodes(g.node)):
+        if not any(_holds_softmax(n) for g in subgraphs(node) for n in all_nodes(g.node)):
             continue
         before = replace(around, nodes=(*around.nodes, *graph.node[:i]))
         for attribute in node.attribute:
             graphs = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
             for j, inner in enumerate(graphs):
                 inner_path = (*path, (node.output[0], attribute.name, j))
-                if any(is_softmax(n) or is_fused(n) for n in inner.node):
+                if any(map(_holds_softmax, inner.node)):
                     yield inner_path, f"{attribute.name} of {describe(node)}", before, inner
                 names = _own_names(inner)
                 inside = _OuterGraphs(
@@ -101,6 +104,10 @@ def _attention_subgraphs(
                 yield from _attention_subgraphs(inner, inside, inner_path)
 
 
+def _holds_softmax(node: onnx.NodeProto) -> bool:
+    return is_softmax(node) or is_fused(node) or is_coded_softmax(node)
+
+
 def _search_subgraph(
     main: WorkingCopy,
     path: GraphPath,
@@ -108,23 +115,26 @@ def _search_subgraph(
     around: _OuterGraphs,
     graph: onnx.GraphProto,
     names: FreshNames,
-    first_index: int,
+    before: tuple[int, int],
 ) -> Scope:
+    """The scope of a subgraph; ``before``: how many sites and scopes were found before."""
     flat, outer_count = _flatten(main.base, around, graph)
-    working = make_subgraph_copy(flat, main.inlined)
+    inner_outputs = {o for n in graph.node for o in n.output}
+    working = make_subgraph_copy(flat, main.inlined, inner_outputs, f"stof_rounded_inner{before[1]}_")
     symbolic = working.symbolic()
     written = {o for n in flat.graph.node[:outer_count] for o in n.output}
-    first_inner = _first_inner_node(working, outer_count)
+    outer = {o for n in _expanded_outer_nodes(working, outer_count) for o in n.output}
     sites, findings = find_sites(
         working.model,
         symbolic,
         frozenset(working.materialized | written),
         working.fused_nodes(),
         names=names,
-        first_index=first_index,
-        softmaxes=frozenset(n.output[0] for n in working.model.graph.node[first_inner:] if is_softmax(n)),
+        first_index=before[0],
+        softmaxes=frozenset(n.output[0] for n in working.model.graph.node if is_softmax(n) or is_coded_softmax(n))
+        - outer,
+        rounded=working.rounded,
     )
-    inner_outputs = {o for n in graph.node for o in n.output}
     kept_findings = [f for f in working.findings if f.details.get("output") in inner_outputs]
     hidden = sorted(_own_names(graph) & {name for n in flat.graph.node[:outer_count] for name in node_tensors(n)})
     if hidden:
@@ -135,9 +145,11 @@ def _search_subgraph(
     return Scope(path, description, working, outer_count, symbolic, tuple(sites), (*kept_findings, *findings))
 
 
-def _first_inner_node(working: WorkingCopy, outer_count: int) -> int:
-    """The index of the subgraph's first own node, after fused outer nodes were expanded."""
-    return outer_count + sum(len(e.nodes) - 1 for e in working.expanded if e.node_index < outer_count)
+def _expanded_outer_nodes(working: WorkingCopy, outer_count: int) -> list[onnx.NodeProto]:
+    """The nodes of outer graphs, with fused ones expanded."""
+    return with_expanded(
+        working.base.graph.node[:outer_count], [e for e in working.expanded if e.node_index < outer_count]
+    )
 
 
 def _flatten(base: onnx.ModelProto, around: _OuterGraphs, graph: onnx.GraphProto) -> tuple[onnx.ModelProto, int]:
@@ -218,6 +230,8 @@ def _replace_in_subgraph(
     for name in dict.fromkeys(_outer_tensors(scope)):
         if name not in initializers:
             small.graph.input.append(onnx.ValueInfoProto(name=name))
+    if cores := [c for c in scope.working.rounded.cores if c.new_softmax in wanted]:
+        small = with_cores(small, cores)
     edited = replace_sites(small, scope.symbolic, rewrites, functions).graph
     for field in ("node", "initializer", "value_info"):
         del getattr(graph, field)[:]

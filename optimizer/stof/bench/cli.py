@@ -17,8 +17,8 @@ from stof.terminal import Parser, VersionAction, complain, run_command
 
 # What `python -m bench` has besides `model`; these options of `model` are of graphs under models/.
 CLONE_COMMANDS = (
-    *("attention", "decode", "sparse-mlp", "run-time-masks", "bf16-attention", "sites", "texts", "decoder"),
-    *("decoder-mlp", "decode-genai", "search", "merge", "table", "plot"),
+    *("attention", "decode", "sparse-mlp", "run-time-masks", "bf16-attention", "quantized", "sites", "texts"),
+    *("decoder", "decoder-mlp", "decode-genai", "search", "merge", "table", "plot"),
 )
 CLONE_OPTIONS = ("--prepared", "--prepare", "--lock")
 NOT_MEASURED = ("memory", "openvino", "quotient")  # what --without may name; the last two are timed from a clone alone

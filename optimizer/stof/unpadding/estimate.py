@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 
-from stof.graph.index import DOMAIN
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate_or_none, size_names
 from stof.symbolic.tensor import Shape
-from stof.unpadding.pad_masks import ATTENTION
+from stof.unpadding.pad_masks import is_attention
 from stof.unpadding.region import UnpaddedRegion
 from stof.unpadding.report import PADDING
 
@@ -51,7 +50,7 @@ def _names(symbolic: Symbolic, model: onnx.ModelProto) -> set[str]:
 
 
 def _multiplications(node: onnx.NodeProto, symbolic: Symbolic, sizes: Mapping[str, int]) -> float:
-    if node.domain == DOMAIN and node.op_type == ATTENTION:
+    if is_attention(node):
         query, key = (_count(symbolic.shape(node.input[i]), sizes) for i in (0, 1))
         return 2.0 * min(query, key) * _LENGTH
     if node.op_type not in _PRODUCTS:

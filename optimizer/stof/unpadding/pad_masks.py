@@ -29,6 +29,8 @@ from stof.symbolic.tensor import Index
 from stof.unpadding.element_values import ElementValues, find_compared, find_reads
 
 ATTENTION = "StofAttention"
+# It takes no packed sequences: it reads padded copies, between nodes that run on real tokens.
+QUANTIZED_ATTENTION = "StofQuantizedAttention"
 # Operands from which a call knows how many keys there are: the first that it has.
 LENGTH_ROLES = ("pad", "segment_k", "bias")
 _VECTORS = ("pad", "segment_k")
@@ -142,14 +144,24 @@ class SitePadding:
 
 
 def operands_of(node: onnx.NodeProto) -> dict[str, str]:
-    """The operands of a StofAttention node that it uses, by role."""
+    """The operands of an attention node that it uses, by role."""
     text = next((a.s.decode() for a in node.attribute if a.name == "operands"), "")
     return {role: name for role, name in zip(text.split(), node.input[3:], strict=False) if role != "unused"}
 
 
+def is_attention(node: onnx.NodeProto) -> bool:
+    """Whether a node is one of the attention operators that have a mask expression, and no cache."""
+    return node.domain == DOMAIN and node.op_type in (ATTENTION, QUANTIZED_ATTENTION)
+
+
+def _is_rounded_by_range(node: onnx.NodeProto) -> bool:
+    """Whether rows of padding count in a scale of the weights: that of other rows would be another one."""
+    return any(a.name == "weight_range" and a.s == b"dynamic" for a in node.attribute)
+
+
 def may_have_padding(node: onnx.NodeProto) -> bool:
     """Whether a node is attention that may read a key padding mask."""
-    if node.domain != DOMAIN or node.op_type != ATTENTION:
+    if not is_attention(node) or _is_rounded_by_range(node):
         return False
     roles = operands_of(node).keys()
     return bool(roles & set(LENGTH_ROLES)) and not any(r.startswith("cumulative_") for r in roles)

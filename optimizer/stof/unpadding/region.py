@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx
 
@@ -86,6 +86,11 @@ class UnpaddedRegion:
             for name, axes in zip(nodes[i].output, row_wise.outputs, strict=False)
             if name and axes is not None
         }
+
+    def with_packed(self, packed: Collection[int]) -> UnpaddedRegion:
+        """The region with these attentions alone; others are none of its nodes, and read padded copies."""
+        nodes = {i: row_wise for i, row_wise in self.nodes.items() if i in packed or i not in self.sites}
+        return replace(self, nodes=nodes, sites=self.sites & set(packed), cross_sites=self.cross_sites & set(packed))
 
     def has_common_scales(self, graph: onnx.GraphProto) -> bool:
         """Whether a node quantizes all rows with one scale, which rows without a token must not change."""

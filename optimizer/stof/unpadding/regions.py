@@ -26,7 +26,7 @@ from stof.graph.index import (
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.tensor import Shape
-from stof.unpadding.pad_masks import ATTENTION, Guard, KeyBias, PadMask, SitePadding, find_added_masks, find_padding
+from stof.unpadding.pad_masks import Guard, KeyBias, PadMask, SitePadding, find_added_masks, find_padding, is_attention
 from stof.unpadding.padding_values import PaddingValues
 from stof.unpadding.region import IndexRead, MaskResult, PositionRead, UnpaddedRegion
 from stof.unpadding.rules import attention_layouts, find_row_wise, layout_axes
@@ -38,7 +38,7 @@ _ONE = integer(1)
 def find_regions(
     model: onnx.ModelProto, symbolic: Symbolic, opset: int, zero_outputs: bool = False
 ) -> list[MaskResult]:
-    """The region of each key padding mask of a model whose attentions are StofAttention nodes.
+    """The region of each key padding mask of a model whose attentions are nodes of stof.
 
     Args:
         model: the model.
@@ -272,7 +272,7 @@ class _Analysis:
                 self.reads.append(PositionRead(i, position))
             elif node.input[0] not in self.padding.zero and (kind := self._read_indices(node)) is not None:
                 self.index_reads.append(IndexRead(i, node.input[1], kind))
-            elif node.domain == DOMAIN and node.op_type == ATTENTION:
+            elif is_attention(node):
                 self._need_attention(i, node)
             else:
                 self._need(names, f"{describe(node)} reads rows of padding")

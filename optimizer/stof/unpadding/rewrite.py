@@ -17,7 +17,7 @@ from stof.symbolic import Symbolic
 from stof.unpadding.capacity import with_capacity
 from stof.unpadding.emit import emit_regions
 from stof.unpadding.estimate import estimate_gains
-from stof.unpadding.pad_masks import may_have_padding
+from stof.unpadding.pad_masks import ATTENTION, QUANTIZED_ATTENTION, may_have_padding
 from stof.unpadding.padded_batches import describe_batches
 from stof.unpadding.padded_copies import find_uncopied
 from stof.unpadding.plan_entry import UnpadPlan, read_unpad_plan
@@ -36,7 +36,7 @@ class PaddedBatches:
     """The key padding masks of a model, and what can run on real tokens by each.
 
     Attributes:
-        model: the model; its attentions are StofAttention nodes.
+        model: the model; its attentions are StofAttention and StofQuantizedAttention nodes.
         symbolic: of the model; None: it has no padded batch.
         results: one for each mask.
         written: the model that is rewritten, with nodes of the same indices.
@@ -103,15 +103,17 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
         """A model with the same nodes, of which those that compute attention are StofAttention and state their masks."""
         return model
 
-    def computed_region(self, region: UnpaddedRegion) -> UnpaddedRegion:
+    def computed_region(self, graph: onnx.GraphProto, region: UnpaddedRegion) -> UnpaddedRegion:
         """The nodes of a region that compute real tokens alone, where attention may read padded copies."""
-        return region
+        packed = {i for i in region.sites | region.cross_sites if graph.node[i].op_type == ATTENTION}
+        return region.with_packed(packed)
 
     def write(self, batches: PaddedBatches, regions: Iterable[UnpaddedRegion]) -> onnx.ModelProto:
         """A copy of the model in which regions run on real tokens."""
         assert batches.model is not None
         assert batches.symbolic is not None
-        return emit_regions(batches.model, batches.symbolic, list(regions))
+        computed = [self.computed_region(batches.model.graph, r) for r in regions]
+        return emit_regions(batches.model, batches.symbolic, computed)
 
     def describe(self, job: Job, batches: PaddedBatches) -> PaddedBatches:
         return batches  # a region is frozen, and no kernel chooses by it
@@ -131,7 +133,7 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                 reason = f"{missing!r} is no tensor of the original, whose rows of padding would become 0"
             gains: tuple[float, ...] = ()
             if region is not None and model is not None and described.symbolic is not None:
-                gains = estimate_gains(model, described.symbolic, [self.computed_region(region)])
+                gains = estimate_gains(model, described.symbolic, [self.computed_region(model.graph, region)])
                 if not gains and not region.sites:
                     reason = "no matmul computes the keys and values of its attention from tokens"
             if not job.target.packs_sequences:
@@ -145,18 +147,20 @@ class UnpadRewrite(OpRewrite[PaddedBatches, PaddedBatches, Decisions], LeavesPad
                 continue
             region = replace(region, capacity=self._find_capacity(job, candidate.name, region))
             regions.append(region)
+            copies = sum(model.graph.node[i].op_type == QUANTIZED_ATTENTION for i in region.sites)
+            rest = f"{copies} {QUANTIZED_ATTENTION} read padded copies" if copies else ""
             rows.append(
                 replace(
                     row,
                     replaced=True,
                     reason="replaced",
                     nodes=len(region.nodes),
-                    attentions=len(region.sites),
+                    attentions=len(region.sites) - copies,
                     keys_only=len(region.cross_sites),
                     # With a capacity the gain is padded rows ÷ capacity, whatever the share of padding.
                     gains=() if region.capacity else gains,
                     zero_outputs=outputs,
-                    rest=result.reason,
+                    rest=result.reason or rest,
                     capacity=region.capacity,
                     assumption=_ADDED if region.mask.is_bound else "",
                 )

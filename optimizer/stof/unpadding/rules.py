@@ -76,6 +76,11 @@ def _broadcast(context: Context, indices: Iterable[int] | None = None, outputs: 
     return RowWise((axes,) * outputs, inputs)
 
 
+def _broadcast_codes(context: Context) -> RowWise | None:
+    """Elementwise over two tensors of codes, each with a scale and a zero point behind it."""
+    return _broadcast(context, (0, 3))
+
+
 def _result_axes(context: Context, chosen: Iterable[int], rank: int) -> TokenAxes | None:
     """The axes that the token tensors among the operands of a broadcast agree on."""
     found = set()
@@ -421,6 +426,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "DynamicQuantizeLinear"): quantize,
     ("", "QuantizeLinear"): scaled,
     ("", "DequantizeLinear"): scaled,
+    **dict.fromkeys(((_MICROSOFT, op) for op in ("QLinearAdd", "QLinearMul")), _broadcast_codes),
     ("", "QLinearMatMul"): weight_matrix(3, (1, 2, 6, 7)),
     **dict.fromkeys(((_MICROSOFT, op) for op in ("BiasGelu", "FastGelu", "Gelu", "QuickGelu")), _broadcast),
     (_MICROSOFT, "DynamicQuantizeMatMul"): weight_matrix(1),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import onnx
 from onnx import helper
@@ -36,14 +35,15 @@ class StandardUnpadRewrite(UnpadRewrite):
         ]
         return with_stated_masks(model, rewrites)
 
-    def computed_region(self, region: UnpaddedRegion) -> UnpaddedRegion:
-        nodes = {i: row_wise for i, row_wise in region.nodes.items() if i not in region.sites}
-        return replace(region, nodes=nodes, sites=frozenset(), cross_sites=frozenset())
+    def computed_region(self, graph: onnx.GraphProto, region: UnpaddedRegion) -> UnpaddedRegion:
+        return region.with_packed(())
 
     def write(self, batches: PaddedBatches, regions: Iterable[UnpaddedRegion]) -> onnx.ModelProto:
         assert batches.written is not None
         assert batches.symbolic is not None
-        return emit_regions(batches.written, batches.symbolic, [self.computed_region(r) for r in regions])
+        return emit_regions(
+            batches.written, batches.symbolic, [self.computed_region(batches.written.graph, r) for r in regions]
+        )
 
 
 def with_stated_masks(model: onnx.ModelProto, rewrites: Iterable[StandardRewrite]) -> onnx.ModelProto:

@@ -6,6 +6,7 @@
 
 // What the processor must have. cpu/isa.cc defines STOF_HAS_X86 for x86-64 and STOF_HAS_ARM for AArch64.
 #define STOF_HAS_AVX2 STOF_HAS_X86("avx2") && STOF_HAS_X86("fma") && STOF_HAS_X86("f16c")
+#define STOF_HAS_AVX_VNNI STOF_HAS_X86("avxvnni") && STOF_HAS_AVX2
 #define STOF_HAS_AVX512 \
   STOF_HAS_X86("avx512f") && STOF_HAS_X86("avx512bw") && STOF_HAS_X86("avx512dq") && STOF_HAS_X86("avx512vl")
 #define STOF_HAS_AVX512_VNNI STOF_HAS_X86("avx512vnni") && STOF_HAS_AVX512
@@ -17,12 +18,14 @@
 #define STOF_HAS_NEON_BF16 STOF_HAS_ARM("bf16") && STOF_HAS_NEON_DOTPROD
 
 // A row for each set, ISA(enumerator, name, whether the processor has it): the sets of x86-64, then those of AArch64,
-// each from the least to the best. A set's features include those of the sets of its architecture before it.
+// each from the least to the best. A set's features include those of the sets of its architecture before it, but for
+// avx_vnni: client processors have it without AVX-512, and many servers AVX-512 without it.
 // stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and with which flags: none for a set of
 // another architecture. Of an operator without kernels of its own, a set runs those of the best set before it.
 #define STOF_CPU_ISAS(ISA)                               \
   ISA(kPortable, portable, true)                         \
   ISA(kAvx2, avx2, STOF_HAS_AVX2)                        \
+  ISA(kAvxVnni, avx_vnni, STOF_HAS_AVX_VNNI)             \
   ISA(kAvx512, avx512, STOF_HAS_AVX512)                  \
   ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI)    \
   ISA(kAvx512Vbmi, avx512_vbmi, STOF_HAS_AVX512_VBMI)    \

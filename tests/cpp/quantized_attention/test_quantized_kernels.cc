@@ -250,6 +250,42 @@ TEST(QuantizedAttentionAddsManyExponentials) {
   CountCases(static_cast<int64_t>(IsasOfThisMachine().size()));
 }
 
+// Sums of 16 bits take weights whose codes add up to 255 over half of a tile, and values of -128.
+TEST(QuantizedAttentionOfTheLargestSums) {
+  int64_t count = 0;
+  for (const int64_t T : {64, 65, 200, 640}) {
+    for (const int code : {1, 3, 4, 7, 8, 9, 127, 128, 255}) {
+      for (const int value : {-128, 127}) {
+        Drawn drawn;
+        QuantizedAttentionArgs& args = drawn.args;
+        args.attention.shape = {1, 1, 1, 13, T, 2, 17, DType::kF32};
+        const AttentionShape& shape = args.attention.shape;
+        Random random(8);
+        args.attention.query = DrawCodes(&random, 1, 1, shape.S, shape.D, &drawn.query);
+        args.attention.key = DrawCodes(&random, 1, 1, shape.T, shape.D, &drawn.key);
+        args.attention.value = DrawCodes(&random, 1, 1, shape.T, shape.Dv, &drawn.value);
+        drawn.key.assign(drawn.key.size(), 7);
+        drawn.value.assign(drawn.value.size(), static_cast<uint8_t>(value));
+        for (Quantization* q : {&args.query, &args.key, &args.value}) *q = Quantization{0.01f, 0, true};
+        args.weight = Quantization{1.0f / static_cast<float>(code * T), 0, false};  // each weight has this code
+        args.score = Quantization{0.01f, 0, false};
+        drawn.output.assign(static_cast<size_t>(shape.S * shape.Dv), 0.0f);
+        args.attention.output.data = drawn.output.data();
+        args.attention.output.stride = {shape.S * shape.Dv, shape.S * shape.Dv, shape.Dv};
+        for (const CpuIsa isa : IsasOfThisMachine()) {
+          RunKernel(isa, 1, &drawn);
+          for (const float found : drawn.output) {
+            CHECK(std::fabs(found - 0.01f * static_cast<float>(value)) < 1e-5f, CpuIsaName(isa), ": ", found, ", T ", T,
+                  ", code ", code, ", value ", value);
+          }
+          ++count;
+        }
+      }
+    }
+  }
+  CountCases(count);
+}
+
 // Kernels have a bit for each row of a tile in one word.
 TEST(QuantizedAttentionRefusesTilesOfOtherSizes) {
   Random random(9);

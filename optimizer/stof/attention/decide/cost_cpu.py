@@ -63,11 +63,11 @@ def _tile_density(problem: SiteProblem, mask: MaskExpression, length: int, tile:
         return 1.0
 
 
-def estimate_gain(problem: SiteProblem, length: int) -> GainEstimate:
-    """The estimated gain over the runtime's own nodes at S = T = ``length``."""
+def estimate_gain(problem: SiteProblem, length: int, isa: str = "") -> GainEstimate:
+    """The estimated gain over the runtime's own nodes at S = T = ``length``; ``isa``: the library's instruction set."""
     density = tile_density(problem, length)
     if problem.roundings:
-        return GainEstimate(length, density, quantized.estimate_gain(problem, length, density))
+        return GainEstimate(length, density, quantized.estimate_gain(problem, density, isa))
     work = 2.0 * problem.head_size + 2.0 * problem.value_head_size
     # Each product of a table costs what query times key does; the runtime multiplies about twice as many rows as there are keys,
     # and moves the result to pairs.

@@ -56,7 +56,7 @@ class AttentionKernels:
 
     def estimate_gain(self, problem: SiteProblem, length: int) -> GainEstimate:
         """The estimated gain over the runtime's own nodes at S = T = ``length``."""
-        return cost_cpu.estimate_gain(problem, length)
+        return cost_cpu.estimate_gain(problem, length, self.isa)
 
     def reason_to_leave(self, problem: SiteProblem, estimates: Sequence[GainEstimate]) -> str:
         """Why an attention is better left as it is, from the estimates at the lengths in use; empty when it is not."""

@@ -11,12 +11,38 @@ from stof.mask.roundings import ROLES
 from stof.mask.site import EmptyRows
 from stof.runtime.library import EARLIER, LibraryError, op_limits, type_limits
 
-# Per query, key and head, in units of one multiplication of codes at the runtime's own rate of int8 matmuls. Both roundings and
-# the softmax are passes over scores: the runtime writes and reads them in memory, the operator a strip in the cache.
-_PASS = 24.0
-_PASSES = 6.0
-_OWN_PASS = 20.0
-_OWN_PASSES = 2.0
+
+@dataclass(frozen=True)
+class SetRates:
+    """Times of an instruction set, in ns on a core of Zen 5; only ratios are used.
+
+    Attributes:
+        multiply: of the operator, for a multiplication of codes.
+        own_pass: of the operator, for all else that it does to a pair of query and key.
+        runtime_multiply: of the runtime's int8 matmuls, by the instructions that they issue.
+    """
+
+    multiply: float
+    own_pass: float
+    runtime_multiply: float
+
+
+# Of the operator: bench_quantized_attention and tools/time_quantized_attention.py at S = 128 to 2048. No runtime can be limited
+# to a lesser set here, so that its passes have their time with AVX-512, which is the least.
+_RATES = {
+    "portable": SetRates(0.15, 45.0, 0.02),
+    "avx2": SetRates(0.0063, 1.05, 0.010),
+    "avx_vnni": SetRates(0.0040, 0.75, 0.004),
+    "avx512": SetRates(0.0031, 0.70, 0.0055),
+    "avx512_vnni": SetRates(0.0020, 0.50, 0.002),
+    "avx512_vbmi": SetRates(0.0020, 0.37, 0.002),
+}
+_OTHERS = _RATES["avx512_vnni"]  # sets of AArch64 were not timed
+_LIKE_VBMI = ("avx512_bf16", "amx_bf16")
+_RUNTIME_PASSES = 1.25
+# Weights rounded by their range: the operator computes scores twice, the runtime passes over scores and weights in fp32.
+_OWN_BY_RANGE = 1.6
+_RUNTIME_PASSES_BY_RANGE = 2.75
 
 
 @dataclass(frozen=True)
@@ -64,8 +90,12 @@ def refusals(problem: SiteProblem, target: str) -> list[str]:
     return reasons
 
 
-def estimate_gain(problem: SiteProblem, length: int, density: float) -> float:
-    """The estimated gain over the runtime's own nodes at S = T = ``length``, of which a share of tiles is computed."""
+def estimate_gain(problem: SiteProblem, density: float, isa: str) -> float:
+    """The estimated gain over the runtime's own nodes, where a share of tiles is computed by an instruction set."""
+    rates = _RATES.get("avx512_vbmi" if isa in _LIKE_VBMI else isa, _OTHERS)
     work = problem.head_size + problem.value_head_size
-    own = max(density, 1e-6) * (work + _OWN_PASSES * _OWN_PASS)
-    return (work + _PASSES * _PASS) / own
+    own = max(density, 1e-6) * (work * rates.multiply + rates.own_pass)
+    passes = _RUNTIME_PASSES
+    if WEIGHT_BY_RANGE in problem.roundings:
+        own, passes = own * _OWN_BY_RANGE, _RUNTIME_PASSES_BY_RANGE
+    return (work * rates.runtime_multiply + passes) / own

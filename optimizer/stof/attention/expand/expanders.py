@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import onnx
@@ -48,14 +49,24 @@ def make_working_copy(original: onnx.ModelProto) -> WorkingCopy:
     return replace(expanded, model=model, rounded=forms)
 
 
-def make_subgraph_copy(model: onnx.ModelProto, inlined: Symbolic | None) -> WorkingCopy:
+def make_subgraph_copy(
+    model: onnx.ModelProto, inlined: Symbolic | None, own: Collection[str], prefix: str
+) -> WorkingCopy:
     """Makes the working copy of a subgraph that was turned into a model.
 
     Args:
         model: the subgraph, with the outer nodes that it depends on.
         inlined: shapes of the whole model with all functions inlined, where some are left.
+        own: tensors that the subgraph's own nodes write.
+        prefix: of new tensors, which no other graph of the model has.
     """
-    return expand_nodes(model, unwrap_softmaxes(model), _EXPANDERS, inlined)
+    expanded = expand_nodes(model, unwrap_softmaxes(model), _EXPANDERS, inlined)
+    forms = find_rounded_forms(expanded.base, prefix).within(own)
+    return (
+        replace(expanded, model=with_cores(expanded.model, forms.cores), rounded=forms)
+        if forms.cores
+        else replace(expanded, rounded=forms)
+    )
 
 
 def is_fused(node: onnx.NodeProto) -> bool:

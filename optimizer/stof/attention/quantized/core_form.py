@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,11 @@ class RoundedForms:
 
     cores: tuple[QuantizedCore, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    def within(self, tensors: Collection[str]) -> RoundedForms:
+        """Those whose softmax and result are among some tensors: those of a subgraph."""
+        cores = tuple(c for c in self.cores if c.replaced.issubset(tensors))
+        return RoundedForms(cores, {s: reason for s, reason in self.refused.items() if s in tensors})
 
     @property
     def unrounded_masks(self) -> frozenset[str]:

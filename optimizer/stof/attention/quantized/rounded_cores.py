@@ -25,11 +25,16 @@ _QUANTIZES = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "QLinearMatMu
 _MASKS = frozenset({"Add", "Sub", "Where", "Max"})  # operators by which scores are masked
 
 
-def find_rounded_forms(model: onnx.ModelProto) -> RoundedForms:
-    """The quantized attentions of the main graph with all of their roundings, in the order of the graph."""
+def find_rounded_forms(model: onnx.ModelProto, prefix: str = "stof_rounded_") -> RoundedForms:
+    """The quantized attentions of the main graph with all of their roundings, in the order of the graph.
+
+    Args:
+        model: the model.
+        prefix: of the names of new tensors.
+    """
     if not any(n.op_type in _QUANTIZES for n in all_nodes(model.graph.node)):
         return RoundedForms()
-    search = _RoundedSearch(model, "stof_rounded_")
+    search = _RoundedSearch(model, prefix)
     cores = search.run()
     found = {core.softmax for core in cores}
     return RoundedForms(cores, {s: reason for s, reason in search.refused.items() if s not in found})
