@@ -26,11 +26,12 @@ _PASSES_CACHED = 2.0
 _PASSES = 6.0
 _CACHE_SCORES = 512 * 512
 _TILE = (48, 64)  # query rows × keys
-# The FMA rate of matmuls alone, and the softmax of a score in FMAs; in reduced precision weights are rounded as well. They
-# follow from times at D = 16 and 32 on an AMD EPYC of Zen 5, by `python -m bench bf16-attention`.
-_MATMUL_RATE, _SOFTMAX, _ROUNDING = 0.9, 20.0, 7.0
-# By instructions: FMAs in the time of one of fp32, and the multiple that head sizes are padded to. Others were not timed.
-_IN_PRECISION = {"avx512_bf16": (2.0, 2)}
+# The FMA rate of matmuls alone, and the softmax of a score in FMAs.
+_MATMUL_RATE, _SOFTMAX = 0.9, 20.0
+# By instructions: FMAs in the time of one of fp32, the multiple that head sizes are padded to, and the softmax of a score with
+# rounded weights, in FMAs of fp32. They follow from times by `python -m bench bf16-attention`: at D = 16 and 32 on an AMD EPYC
+# of Zen 5, at D = 64 and 128 on a Xeon (family 6, model 207). Others were not timed.
+_IN_PRECISION = {"avx512_bf16": (2.0, 2, 27.0), "amx_bf16": (9.8, 32, 60.0)}
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ def estimate_precision_gain(head_size: int, kernel: str) -> float | None:
     """
     if kernel not in _IN_PRECISION:
         return None
-    rate, multiple = _IN_PRECISION[kernel]
+    rate, multiple, softmax = _IN_PRECISION[kernel]
     padded = -(-head_size // multiple) * multiple
     whole = 2.0 * head_size / _MATMUL_RATE + _SOFTMAX
-    return whole / ((padded + head_size) / (_MATMUL_RATE * rate) + _SOFTMAX + _ROUNDING)
+    return whole / ((padded + head_size) / (_MATMUL_RATE * rate) + softmax)
 
 
 def refusals(problem: SiteProblem) -> list[str]:
