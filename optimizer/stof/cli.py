@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="default: <name>.stof.onnx beside the input; for a folder: the new one",
     )
-    _add_choices(parser)
+    _add_precisions(_add_choices(parser))
     _add_measurements(parser)
     _add_verification(parser)
     _add_changes(parser)
@@ -85,7 +85,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_choices(parser: argparse.ArgumentParser) -> None:
+def _add_choices(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("what is replaced, and for which device")
     _add_target(group)
     group.add_argument(
@@ -139,6 +139,10 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="write no model whose run is estimated to take more, 4G for instance, at the largest sizes in use",
     )
+    return group
+
+
+def _add_precisions(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--allow-tf32", action="store_true", help="compute fp32 attention's matmuls in TF32, on CUDA")
     group.add_argument(
         "--allow-bf16",
@@ -251,7 +255,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--force",
         action="store_true",
-        help="write the model beyond --max-kl and --min-cosine, too; with --allow-bf16 also what has no known error",
+        help="write the model beyond --max-kl and --min-cosine, too, and take --allow-bf16, or int8 and fp8 with --max-error, "
+        "where the error is not known (not with auto)",
     )
 
 

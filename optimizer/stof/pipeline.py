@@ -248,13 +248,7 @@ def _check_plan_is_for(plan: Plan, options: Options) -> None:
         raise ArgumentError(
             f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
         )
-    for key, what, chosen in plan.precisions():
-        for name, precision in (chosen or {}).items():
-            if precision not in options.precisions:
-                raise ArgumentError(
-                    f"the plan computes {what} in {precision.name}, that of {name!r} for instance, and "
-                    f"{precision.option} is not given; give it, or take {key} out of the plan"
-                )
+    plan.check_precisions(options.precisions)
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:

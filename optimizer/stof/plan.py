@@ -6,13 +6,13 @@ A plan holds no time, path or machine: the same model and choices give the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from stof.arguments.emissions import EMISSIONS, STOF, Emission
-from stof.arguments.precisions import BF16, PRECISIONS, Precision
+from stof.arguments.precisions import BF16, PRECISIONS, Precision, option_that_allows
 from stof.arguments.threshold_kinds import KINDS, ThresholdKind
 from stof.errors import ArgumentError
 from stof.files import read_text, strict_json, write_text
@@ -86,6 +86,20 @@ class Plan:
     def precisions(self) -> tuple[tuple[str, str, Mapping[str, Precision] | None], ...]:
         """The plan's keys of precisions, what they are of, and what it decides."""
         return (_PRECISION, "attention", self.attention_precision), (_GEMM_PRECISION, "GEMMs", self.gemm_precision)
+
+    def check_precisions(self, allowed: Collection[Precision]) -> None:
+        """Refuses precisions that options do not allow.
+
+        Raises:
+            ArgumentError: naming one operator, and the option that allows all precisions of its kind.
+        """
+        for key, what, chosen in self.precisions():
+            for name, precision in (chosen or {}).items():
+                if precision not in allowed:
+                    raise ArgumentError(
+                        f"the plan computes {what} in {precision.name}, that of {name!r} for instance, and "
+                        f"{option_that_allows(set((chosen or {}).values()))} is not given; give it, or take {key} out of the plan"
+                    )
 
     def to_json(self) -> str:
         """The plan as text; :func:`parse` reads it back."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from stof.arguments.environment import CHECK_STEPS
-from stof.op_parts import LeftOut
+from stof.op_parts import LeftOut, collect_typed_attributes
 from stof.op_rewrite import Decisions, Job, OpRewrite
 from stof.result_shapes import ResultRules, declare_results
 
 if TYPE_CHECKING:
+    from stof.execution.upcast import TypedAttributes
     from stof.symbolic import Symbolic
     from stof.verification.model_inputs import ModelInputs
 
@@ -162,6 +163,13 @@ def find_model_inputs(job: Job, stages: Sequence[Stage]) -> ModelInputs:
     checks = filter(None, (s.op.site_checks(job, s.decided) for s in stages))
     inputs = next((i for c in checks if (i := c.model_inputs()) is not None), None)
     return inputs or default_inputs(job.model)
+
+
+def typed_attributes_to_widen(model: onnx.ModelProto, stages: Sequence[Stage]) -> TypedAttributes | None:
+    """The attributes with which a half-precision model runs in fp32; None: it is in fp32 already."""
+    from stof.execution.upcast import HALF, holds
+
+    return collect_typed_attributes(stage.op for stage in stages) if holds(model, HALF) else None
 
 
 def _decide(job: Job, op: OpRewrite[Any, Any, Any], previous: Stage | None) -> Stage:

@@ -248,7 +248,7 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, target, report = run(tmp_path, model, "int8", *inputs)
     assert precisions_of(target) == ["int8", "int8"]
     assert any(
-        "the error of 1 attentions in int8 is above 0.015" in w for w in report["attention_precision"]["warnings"]
+        "the error of 1 attention in int8 is above 0.015" in w for w in report["attention_precision"]["warnings"]
     )
 
 
@@ -258,7 +258,7 @@ def test_unknown_errors(tmp_path: Path) -> None:
     _, target, report = run(tmp_path, model, "int8")
     assert precisions_of(target) == ["int8"]
     assert report["attention_precision"]["warnings"] == [
-        "the error of 1 attentions is not known: there is nothing to measure it on; give --inputs or --prompts"
+        "the error of 1 attention is not known: there is nothing to measure it on; give --inputs or --prompts"
     ]
     _, target, report = run(tmp_path, model, "int8", "--max-error", "0.1")
     assert precisions_of(target) == [""]
@@ -333,7 +333,12 @@ def test_a_plan_is_replayed(
     assert json.loads(again.read_text()) == saved
 
     assert run(tmp_path, model, "int8", "--plan", str(plan))[0] == 1
-    assert "the plan computes attention in int8_fp8" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "the plan computes attention in int8_fp8" in message
+    assert "--attention-precision auto is not given" in message
+    assert run(tmp_path, model, "fp16", "--plan", str(plan))[0] == 1
+    assert "--attention-precision auto is not given" in capsys.readouterr().err
+    plan.write_text(json.dumps({**saved, "attention_precision": {names[0]: "int8"}}))
     assert run(tmp_path, model, "fp16", "--plan", str(plan))[0] == 1
     assert "--attention-precision int8 is not given" in capsys.readouterr().err
     plan.write_text(json.dumps({**saved, "attention_precision": {"other": "int8"}}))
@@ -388,7 +393,7 @@ def test_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, target, report = run(tmp_path, model, "auto", *inputs)
     assert precisions_of(target) == [""]
     (row,) = report["attention_precision"]["layers"]
-    assert row["reason"] == "times of 8-bit operands are known of compute capability 9.0, the device has 8.6"
+    assert row["reason"] == "gains are estimated for compute capability 9.0 alone, the device has 8.6"
     assert precisions_of(run(tmp_path, model, "int8")[1]) == ["int8"]
     monkeypatch.setattr(eight_bits, "device_info", lambda: DeviceInfo("H200", 90))
     _, target, report = run(tmp_path, model, "auto", *inputs)

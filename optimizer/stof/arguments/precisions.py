@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +104,11 @@ ATTENTION_PRECISIONS: Mapping[str, tuple[EightBits, ...]] = {
     "fp8": (INT8_FP8,),
     AUTO: (INT8, INT8_FP8),
 }
+
+
+def option_that_allows(precisions: Collection[Precision]) -> str:
+    """The option of ``stof-optimize`` that allows all these precisions of one kind of operator; at least one is given."""
+    return f"--attention-precision {AUTO}" if {INT8, INT8_FP8} <= set(precisions) else next(iter(precisions)).option
 
 
 def precision_of(attributes: Mapping[str, object]) -> RoundedOperands | None:

@@ -14,11 +14,11 @@ from stof.attention_precision.eight_bits import apply_eight_bits, report_eight_b
 from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.attention_precision.measured import draw_sets, longest_sets
-from stof.errors import ArgumentError, VerifyError
+from stof.errors import ArgumentError, UnsupportedError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
 from stof.gemm_precision.apply import judge_gemms, put_gemms, report_gemms
-from stof.gemm_precision.errors import measure_gemm_errors
+from stof.gemm_precision.errors import describe_rows, measure_gemm_errors
 from stof.gemm_precision.sites import FoundGemms, find_gemms
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
@@ -26,7 +26,7 @@ from stof.report import Report
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.library import has_cpu_gemm
 from stof.sparsify.gemm_report import GemmReport
-from stof.sparsify.precision_report import PrecisionReport
+from stof.sparsify.precision_report import PrecisionReport, count_attentions
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs
 from stof.symbolic import Symbolic
@@ -114,37 +114,73 @@ def apply_precision(
     if not found.reduced and not found.gemms.reduced:
         return model
     sets = find_sets(job.model, job.prompts, user_inputs)
-    is_drawn = sets is None
     with measure("errors"):
-        measured = sets or draw_sets(job, stages)
-        if measured is None:
-            unknown = "there is nothing to measure it on; give --inputs or --prompts"
-            _judge_rows(found, job, {}, unknown)
-            _judge_gemms(found, job, {}, unknown)
-        else:
-            _measure_errors(found, job, stages, measured, folder, is_drawn=is_drawn)
-            _measure_gemms(found, job, stages, gemms, measured, folder, is_drawn=is_drawn)
+        _measure_all_errors(found, job, stages, gemms, sets, folder)
     if any(row.reduced and not row.kernel for row in found.rows):
         found.warnings.append(
             f"this machine has no {found.precision.name} kernel: errors and loss, where measured, are those of full precision"
         )
-    if not found.reduced and not found.gemms.reduced:
-        return model
-    reduced = model
-    if gemms is not None and found.gemms.reduced:
-        reduced = put_gemms(gemms, found.precision, found.gemms.reduced)
+    reduced = model if gemms is None else _put_gemms(found, gemms, model)
     if found.reduced:
         reduced = put_precision(reduced, found.precision, found.reduced)
-    if sets is not None and not sets.prompts:
-        every = list(range(sets.count))
+    if sets is not None and not sets.prompts and (found.reduced or found.gemms.reduced):
         with measure("inputs"):
-            try:
-                meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
-            finally:
-                release_sessions()
-        found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())
-        check_cosines(found.cosines, job.options, found.precision.option)
+            _measure_cosines(found, job, stages, sets, reduced, folder)
     return reduced
+
+
+def _put_gemms(found: PrecisionReport, gemms: FoundGemms, model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with StofGemm for the report's matmuls; itself, with a reason in each row, where they do not fit together."""
+    if not found.gemms.reduced:
+        return model
+    try:
+        return put_gemms(gemms, found.precision, found.gemms.reduced)
+    except UnsupportedError as error:
+        found.gemms.rows = [
+            replace(row, reduced=False, reason=str(error)) if row.reduced else row for row in found.gemms.rows
+        ]
+        return model
+
+
+def _measure_all_errors(
+    found: PrecisionReport,
+    job: Job,
+    stages: Sequence[Stage],
+    gemms: FoundGemms | None,
+    sets: MeasuredSets | None,
+    folder: Path,
+) -> None:
+    """Gives attentions and GEMMs their errors, on drawn inputs where the user gives none."""
+    measured = sets or draw_sets(job, stages)
+    if measured is None:
+        unknown = "there is nothing to measure it on; give --inputs or --prompts"
+        _judge_rows(found, job, {}, unknown)
+        _judge_gemms(found, job, {}, unknown)
+        return
+    _measure_errors(found, job, stages, measured, folder, is_drawn=sets is None)
+    _measure_gemms(found, job, stages, gemms, measured, folder, is_drawn=sets is None)
+
+
+def _measure_cosines(
+    found: PrecisionReport,
+    job: Job,
+    stages: Sequence[Stage],
+    sets: MeasuredSets,
+    reduced: onnx.ModelProto,
+    folder: Path,
+) -> None:
+    """The loss of the whole model on --inputs.
+
+    Raises:
+        VerifyError: when it is too large.
+    """
+    every = list(range(sets.count))
+    try:
+        meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+    finally:
+        release_sessions()
+    found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())
+    check_cosines(found.cosines, job.options, found.precision.option)
 
 
 def _measure_errors(
@@ -191,7 +227,7 @@ def _measure_gemms(
             raise
         _judge_gemms(found, job, {}, str(error))
         return
-    found.measured_on = found.measured_on or sets.describe(some)
+    found.gemms.measured_on = describe_rows(sets, some)
     _judge_gemms(found, job, errors, "its output is 0 or not finite")
 
 
@@ -227,4 +263,4 @@ def _judge_rows(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError]
         rows.append(replace(row, relative_rms=error.relative_rms, reduced=not reason, reason=reason))
     found.rows = rows
     if count := sum(row.reduced and row.relative_rms is None for row in rows):
-        found.warnings.append(f"the error of {count} attentions is not known: {unknown}")
+        found.warnings.append(f"the error of {count_attentions(count)} is not known: {unknown}")

@@ -28,15 +28,14 @@ from stof.attention_precision.measured import draw_sets, longest_sets
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
-from stof.execution.upcast import HALF, holds
-from stof.op_parts import collect_typed_attributes
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.report import Report
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
+from stof.sparsify.precision_report import count_attentions
 from stof.sparsify.threshold_report import OutputCosines
-from stof.stages import Stage, find_model_inputs
+from stof.stages import Stage, find_model_inputs, typed_attributes_to_widen
 from stof.symbolic import Symbolic
 from stof.thresholds.layers import nodes_by_layer
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
@@ -182,7 +181,7 @@ def _why_not_on_device(options: Options) -> str:
         return ""
     device = f"the device has {capability // 10}.{capability % 10}"
     if options.attention_precision == AUTO:
-        return f"times of 8-bit operands are known of compute capability 9.0, {device}"
+        return f"gains are estimated for compute capability 9.0 alone, {device}"
     if any(precision.has_fp8 for precision in options.eight_bits):
         return f"fp8 needs compute capability 9.0, {device}"
     return "" if capability >= LEAST_CAPABILITY else f"scores in int8 need compute capability 8.0 or later, {device}"
@@ -279,14 +278,14 @@ def _warnings(rows: Collection[EightBitRow], options: Options, unknown: str) -> 
     reduced = [row for row in rows if row.reduced]
     words = []
     if count := sum(row.relative_rms is None for row in reduced):
-        words.append(f"the error of {count} attentions is not known: {unknown}")
+        words.append(f"the error of {count_attentions(count)} is not known: {unknown}")
     for precision in options.eight_bits:
         errors = [
             row.relative_rms for row in reduced if row.precision == precision.name and row.relative_rms is not None
         ]
         if count := sum(error > precision.max_error for error in errors):
             bound = f"{precision.max_error:g}, beyond which auto takes none"
-            words.append(f"the error of {count} attentions in {precision.name} is above {bound}")
+            words.append(f"the error of {count_attentions(count)} in {precision.name} is above {bound}")
     return words
 
 
@@ -301,9 +300,8 @@ def _measure_cosines(
     every = list(range(sets.count))
     emulated = emulate_eight_bits(reduced, found.by_name)
     try:
-        widens = collect_typed_attributes(stage.op for stage in stages) if holds(job.model, HALF) else None
-        inputs = find_model_inputs(job, stages)
-        meter = measure_cosines(job, stages, inputs, sets, every, emulated, folder, widens)
+        inputs, typed = find_model_inputs(job, stages), typed_attributes_to_widen(job.model, stages)
+        meter = measure_cosines(job, stages, inputs, sets, every, emulated, folder, typed)
     except VerifyError as error:
         if job.options.min_cosine != Options.min_cosine and not job.options.force:
             raise

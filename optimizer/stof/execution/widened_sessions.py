@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of half-precision models that run widened to fp32: ONNX Runtime's CPU provider lacks kernels, in bf16 most."""
+"""Sessions that run half-precision models in fp32: ONNX Runtime's CPU provider lacks most bf16 kernels and some fp16 ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WidenedSessions:
 
     Args:
         sessions: makes those of the widened models.
-        typed: texts with element types in them of the operators that stof writes.
+        typed: string attributes of stof's operators that name element types.
     """
 
     def __init__(self, sessions: Sessions, typed: TypedAttributes) -> None:
@@ -50,6 +50,6 @@ class WidenedSessions:
         return WidenedSession(self._sessions.make(self._twins.of(read), optimized=optimized, library=library))
 
 
-def sessions_for(sessions: Sessions, widens: TypedAttributes | None) -> Sessions | WidenedSessions:
-    """Sessions of models as they are, or widened with these texts."""
-    return sessions if widens is None else WidenedSessions(sessions, widens)
+def sessions_for(sessions: Sessions, typed_attributes: TypedAttributes | None) -> Sessions | WidenedSessions:
+    """Sessions of models as they are; where attributes are given, of half-precision models in fp32."""
+    return sessions if typed_attributes is None else WidenedSessions(sessions, typed_attributes)

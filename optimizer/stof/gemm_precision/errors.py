@@ -87,6 +87,17 @@ def measure_gemm_errors(
     return errors
 
 
+def describe_rows(sets: MeasuredSets, some: Sequence[int]) -> str:
+    """What errors of GEMMs are measured on, for the report."""
+    rows = f"{_MOST_ROWS} rows of a set at most"
+    is_cut = any(len(sets.prompts[i]) > _MOST_TOKENS for i in some) if sets.prompts else False
+    return (
+        f"{rows}, the first {_MOST_TOKENS} tokens of {sets.describe(some)}"
+        if is_cut
+        else f"{rows}, {sets.describe(some)}"
+    )
+
+
 def _inputs_of(site: GemmSite) -> tuple[str, ...]:
     assert site.chain is not None
     return tuple(dict.fromkeys(site.chain.inputs))

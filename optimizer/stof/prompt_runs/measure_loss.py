@@ -39,7 +39,7 @@ def measure_loss(
     prompts: PromptSet,
     folder: Path,
     options: Options,
-    widens: TypedAttributes | None = None,
+    typed_attributes: TypedAttributes | None = None,
 ) -> PromptLoss:
     """Runs both models on each prompt: as a first prompt, and token by token behind prefixes, each over its own cache.
 
@@ -50,14 +50,14 @@ def measure_loss(
         prompts: what they run on.
         folder: for temporary files.
         options: memory for the runs.
-        widens: texts with element types, of half-precision models that run widened to fp32; None: models run as they are.
+        typed_attributes: string attributes of stof's operators that name element types; if given, half-precision models run in
+            fp32.
 
     Raises:
         ArgumentError: when the model has no input for tokens or no logits, or refuses a prompt.
         VerifyError: when memory does not suffice.
     """
     whole, decoded = LossMeter(), LossMeter()
-    maker = inputs.maker
     kept = [n.name or n.output[0] for n in all_nodes(final.graph.node) if reads_pages(n)]
     if kept and RuntimeFault.NO_PAGED_ATTENTION.is_present():
         raise VerifyError(
@@ -68,20 +68,13 @@ def measure_loss(
     try:
         with temporary_folder(folder) as scratch, choosing_environment(bounds):
             limits = prompt_limits(options.verify_memory)
-            sessions = sessions_for(Sessions(source.parent.resolve(), scratch, limits), widens)
+            sessions = sessions_for(Sessions(source.parent.resolve(), scratch, limits), typed_attributes)
             original = BoundsSession(sessions.make(inputs.original or source, optimized=True, library=False))
             result = BoundsSession(sessions.make(final, optimized=True, library=True), bounds)
             _check_logits(original.outputs)
             for i, ids in enumerate(prompts.prompts):
                 try:
-                    one, other = (_logits(s, make_prompt_feed(maker, ids)) for s in (original, result))
-                    if isinstance(maker, PagedInputMaker):
-                        one, other = (x[None] if x.ndim == 2 else x for x in (one, other))  # no axis of sequences
-                    _check_shapes(one, other, len(ids))
-                    # Some models give the logits of the last token alone.
-                    whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
-                    if isinstance(maker, CacheInputMaker | PagedInputMaker):
-                        _decode(maker, (original, result), ids, decoded)
+                    _run_prompt(inputs, (original, result), ids, whole, decoded)
                 except RuntimeFailure as error:
                     raise ArgumentError(
                         f"{prompts.source}: a model does not run on prompt {i} of {len(ids)} tokens, with ids "
@@ -93,6 +86,25 @@ def measure_loss(
     finally:
         release_sessions()
     return PromptLoss(prompts.source, whole.loss(), decoded.loss() if decoded.prompts else None)
+
+
+def _run_prompt(
+    inputs: ModelInputs,
+    models: tuple[BoundsSession, BoundsSession],
+    ids: np.ndarray,
+    whole: LossMeter,
+    decoded: LossMeter,
+) -> None:
+    """Adds the tokens of one prompt to the meters of whole prompts and of decoding."""
+    maker = inputs.maker
+    one, other = (_logits(model, make_prompt_feed(maker, ids)) for model in models)
+    if isinstance(maker, PagedInputMaker):
+        one, other = (x[None] if x.ndim == 2 else x for x in (one, other))  # no axis of sequences
+    _check_shapes(one, other, len(ids))
+    # Some models give the logits of the last token alone.
+    whole.add(one[0], other[0], np.arange(len(ids))[-one.shape[1] :])
+    if isinstance(maker, CacheInputMaker | PagedInputMaker):
+        _decode(maker, models, ids, decoded)
 
 
 def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
@@ -116,7 +128,10 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
             ("a denser pattern or a smaller threshold", options.sparsify),
             ("more neurons", options.sparse_mlp),
             ("a smaller --max-error", bool(options.precisions) and options.plan is None),
-            ("a plan with less in attention_precision", bool(options.precisions) and options.plan is not None),
+            (
+                "a plan with fewer entries in attention_precision or gemm_precision",
+                bool(options.precisions) and options.plan is not None,
+            ),
         )
         if is_given
     ]

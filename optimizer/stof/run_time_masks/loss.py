@@ -10,15 +10,14 @@ import onnx
 
 from stof.attention_precision.eight_bit_report import EightBitReport
 from stof.errors import VerifyError
-from stof.execution.upcast import HALF, holds
-from stof.op_parts import HoldsPrompts, collect_typed_attributes
+from stof.op_parts import HoldsPrompts
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import PromptLoss, has_logits
 from stof.report import Report
 from stof.sparsify.precision_report import PrecisionReport
-from stof.stages import Stage, find_model_inputs
+from stof.stages import Stage, find_model_inputs, typed_attributes_to_widen
 
 
 def measure_loss_on_prompts(
@@ -86,8 +85,8 @@ def _measure(
 
     emulated = emulate_eight_bits(final, reduced.by_name)
     try:
-        widens = collect_typed_attributes(stage.op for stage in stages) if holds(job.model, HALF) else None
-        return measure_loss(job.source, emulated, inputs, prompts, folder, job.options, widens)
+        typed = typed_attributes_to_widen(job.model, stages)
+        return measure_loss(job.source, emulated, inputs, prompts, folder, job.options, typed)
     except VerifyError as error:
         if job.options.max_kl != Options.max_kl and not job.options.force:
             raise

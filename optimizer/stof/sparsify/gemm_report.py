@@ -40,10 +40,12 @@ class GemmReport:
     Attributes:
         kernel: that computes them in the precision on this machine; empty: none, and they stay as they are.
         rows: one for each.
+        measured_on: the rows and sets that errors were measured on; empty where they were not.
     """
 
     kernel: str = ""
     rows: list[GemmRow] = field(default_factory=list)
+    measured_on: str = ""
 
     @property
     def reduced(self) -> tuple[str, ...]:
@@ -63,11 +65,13 @@ class GemmReport:
             errors = [row.relative_rms for row in rows if row.relative_rms is not None]
             error = f"; relative RMS error up to {max(errors):.2g}" if errors else ""
             lines.append(f"  {precision} in {_count(rows)} of {operators}: kernel {self.kernel}{error}")
+        if self.measured_on:
+            lines.append(f"errors of GEMMs: relative RMS against fp64, on {self.measured_on}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
-        return {"kernel": self.kernel, "rows": [row.to_json() for row in self.rows]}
+        return {"kernel": self.kernel, "rows": [row.to_json() for row in self.rows], "measured_on": self.measured_on}
 
 
 def _count(rows: list[GemmRow]) -> str:

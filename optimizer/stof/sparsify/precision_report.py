@@ -41,6 +41,11 @@ class PrecisionRow:
     relative_rms: float | None = None
 
 
+def count_attentions(count: int) -> str:
+    """A number of attentions in words."""
+    return f"{count} attention{'' if count == 1 else 's'}"
+
+
 @dataclass
 class PrecisionReport:
     """What an option like --allow-bf16 did.
@@ -100,7 +105,7 @@ class PrecisionReport:
 
     def lines(self) -> list[str]:
         """A line for each kind of row, the error where it is the largest, and the loss."""
-        if not self.rows:
+        if not self.rows and not self.gemms.rows:
             return [f"  no attention became an operator, which could compute in {self.precision.name}"]
         groups: dict[PrecisionRow, list[PrecisionRow]] = defaultdict(list)
         for row in self.rows:
@@ -109,8 +114,7 @@ class PrecisionReport:
         lines = [line for group in groups.values() for line in self._group_lines(group)]
         lines += self.gemms.lines(self.precision.name)
         if self.measured_on:
-            what = "attentions and GEMMs" if self.gemms.reduced else "attentions"
-            lines.append(f"errors of {what}: relative RMS against fp64, on {self.measured_on}")
+            lines.append(f"errors of attentions: relative RMS against fp64, on {self.measured_on}")
         if self.reduced:
             lines += self._comparison_lines()
         if self.reduced or self.gemms.reduced:

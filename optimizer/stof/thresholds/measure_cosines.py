@@ -34,7 +34,7 @@ def measure_cosines(
     some: Sequence[int],
     model: onnx.ModelProto,
     folder: Path,
-    widens: TypedAttributes | None = None,
+    typed_attributes: TypedAttributes | None = None,
 ) -> CosineMeter:
     """The cosines of a model's outputs with the original's.
 
@@ -46,7 +46,8 @@ def measure_cosines(
         some: the indices of those that count.
         model: whose outputs change; its external data lies beside the original.
         folder: for temporary files.
-        widens: texts with element types, of half-precision models that run widened to fp32; None: models run as they are.
+        typed_attributes: string attributes of stof's operators that name element types; if given, half-precision models run in
+            fp32.
 
     Raises:
         ArgumentError: when a model does not run on a set.
@@ -56,7 +57,7 @@ def measure_cosines(
     try:
         with temporary_folder(folder) as scratch:
             limits = prompt_limits(job.options.verify_memory)
-            sessions = sessions_for(Sessions(job.source.parent.resolve(), scratch, limits), widens)
+            sessions = sessions_for(Sessions(job.source.parent.resolve(), scratch, limits), typed_attributes)
             original = sessions.make(_original(job, stages, inputs), optimized=True, library=False)
             result = sessions.make(model, optimized=True, library=True)
             for feed in sets.feeds(inputs.maker, some):
@@ -102,7 +103,7 @@ def check_cosines(cosines: OutputCosines, options: Options, changed_by: str = "-
         way = (
             "a plan with a smaller threshold"
             if changed_by == "--sparsify"
-            else "a plan with less in attention_precision"
+            else "a plan with fewer entries in attention_precision or gemm_precision"
         )
     raise VerifyError(
         f"{changed_by} changes outputs too much: the cosine of output {name!r} with the original's is 1 - {1 - cosine:.3g} "
