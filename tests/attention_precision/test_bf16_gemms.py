@@ -18,9 +18,13 @@ from trained_runs import COUNT, LENGTH, evaluate, measured_options, texts_of, wr
 
 # isort: split
 import stof
+from stof.attention_precision import apply
+from stof.errors import UnsupportedError
+from stof.gemm_precision.sites import find_gemms
 from stof.graph.index import DOMAIN
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.library import library_path
+from stof.symbolic import Symbolic
 
 REAL = pytest.mark.skipif(
     not cpu_bf16_gemm_kernel(), reason="this machine has no bf16 instructions, or no kernel of them"
@@ -310,3 +314,32 @@ def test_machines_without_a_kernel_keep_matmuls(tmp_path: Path, monkeypatch: pyt
     assert not gemms_of(target)
     rows = report["attention_precision"]["gemms"]["rows"]
     assert {row["reason"] for row in rows} == {"this machine has no bf16 kernel for GEMMs"}
+
+
+@REAL
+def test_gemms_that_do_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: matmuls stay with the reason, and attention takes the precision all the same."""
+
+    def fail(*given: object) -> None:
+        raise UnsupportedError("two chains wait for each other")
+
+    monkeypatch.setattr(apply, "put_gemms", fail)
+    status, target, report = run(tmp_path, bert_layer(tmp_path / "model.onnx"), "--allow-bf16")
+    assert status == 0
+    assert not gemms_of(target)
+    found = report["attention_precision"]
+    assert all(row["reason"] == "two chains wait for each other" for row in found["gemms"]["rows"])
+    assert [layer["reduced"] for layer in found["layers"]] == [True]
+
+
+@REAL
+def test_matmuls_beside_gemms_of_a_plan_have_a_reason(tmp_path: Path) -> None:
+    _, target, _ = run(tmp_path, bert_layer(tmp_path / "model.onnx"), "--allow-bf16")
+    model = onnx.load(target)
+    model.graph.node.append(helper.make_node("MatMul", ["x", "beside"], ["more"], name="beside/MatMul"))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((_HIDDEN, _HIDDEN), np.float32), "beside"))
+    found = find_gemms(model, Symbolic(model))
+    assert [(site.name, site.chain) for site in found.sites if site.name == "beside/MatMul"] == [
+        ("beside/MatMul", None)
+    ]
+    assert all("has StofGemm already" in site.reason for site in found.sites)

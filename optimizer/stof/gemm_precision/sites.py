@@ -23,6 +23,7 @@ from stof.symbolic.rules.movement_helpers import element_count
 
 _LEAST_WEIGHTS = 1 << 14  # elements of a weight: rounding the other factor takes as long as a smaller one's matmul
 _MOST_OPERATORS = 24  # of an epilogue
+_HAS_GEMMS = "the model has StofGemm already, which was chosen in fp32 with all other matmuls"
 _IN_EPILOGUES = frozenset({"elementwise", "moving"})
 
 
@@ -88,8 +89,8 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
     """
     policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True)
     graph = FusionGraph(model, facts, policy, ShapeReads.AS_IN_GRAPH)
-    if any(n.op_type == GEMM for n in all_nodes(model.graph.node)):
-        return FoundGemms(graph, ())  # they were chosen by measurements of a plan, in fp32
+    # A plan's choice was measured in fp32, of all matmuls together.
+    has_gemms = any(n.op_type == GEMM for n in all_nodes(model.graph.node))
     names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
     for index, node in enumerate(graph.nodes):
         is_by_constant = (
@@ -97,7 +98,7 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
         )
         if domain_of(node) or node.op_type not in MATMUL_OPS or not is_by_constant or index in taken:
             continue
-        chain = _choose_epilogue(graph, index, taken)
+        chain = _HAS_GEMMS if has_gemms else _choose_epilogue(graph, index, taken)
         shape = facts.shape(node.input[1]) or ()
         weights = " x ".join(map(str, shape))
         name = names.make(node.name or node.output[0])
