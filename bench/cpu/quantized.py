@@ -64,11 +64,11 @@ def draw(model: onnx.ModelProto, length: int, seed: int = 0) -> dict[str, np.nda
     return feed
 
 
-class LengthError(ValueError):
-    """A length that a model does not run at, as beyond its positions."""
+class RunError(ValueError):
+    """A model does not run at a length."""
 
 
-def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFiles:
+def prepare(name: str, format_name: str, operators: str, folder: Path) -> QuantizedFiles:
     """Makes the files of a model that are not in a folder yet."""
     # The tools take a second to import, which other commands do not need.
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -76,7 +76,7 @@ def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFile
 
     short = name.replace("/", "-")
     source, prepared = folder / f"{short}.onnx", folder / f"{short}.prepared.onnx"
-    stem = f"{short}.{form}.{operators}"
+    stem = f"{short}.{format_name}.{operators}"
     files = QuantizedFiles(*(folder / f"{stem}{end}.onnx" for end in ("", ".rounded", ".dequantized")))
     if not source.is_file():
         load_module("models/build.py").write(name, source)
@@ -87,8 +87,8 @@ def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFile
         quantize_static(
             str(prepared),
             str(files.quantized),
-            _calibration(feed),
-            quant_format=QuantFormat[FORMATS[form]],
+            _make_calibration_reader(feed),
+            quant_format=QuantFormat[FORMATS[format_name]],
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
             op_types_to_quantize=OPERATORS[operators],
@@ -101,7 +101,7 @@ def prepare(name: str, form: str, operators: str, folder: Path) -> QuantizedFile
     return files
 
 
-def _calibration(feed: dict[str, np.ndarray]) -> Any:
+def _make_calibration_reader(feed: dict[str, np.ndarray]) -> Any:
     from onnxruntime.quantization import CalibrationDataReader
 
     class OneFeed(CalibrationDataReader):  # type: ignore[misc]
@@ -118,7 +118,7 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
     """The median milliseconds of each file, of interleaved runs; the first one of each does not count.
 
     Raises:
-        LengthError: where the quantized model does not run.
+        RunError: where the quantized model does not run.
     """
     feed = draw(onnx.load(files.quantized, load_external_data=False), length)
     sessions = {}
@@ -134,9 +134,9 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
             if name != "quantized":
                 raise
             cause = str(error).partition("Status Message: ")[2] or str(error)
-            raise LengthError(
-                f"{files.quantized.name} does not run at S = {length}, perhaps beyond its positions; leave it out of --lengths. "
-                f"ONNX Runtime says: {cause.splitlines()[0]}"
+            raise RunError(
+                f"{files.quantized.name} does not run at S = {length}: {cause.splitlines()[0]}. Leave a length beyond its "
+                "positions out of --lengths"
             ) from error
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
@@ -157,17 +157,17 @@ def run(arguments: argparse.Namespace) -> int:
     )
     beyond: list[str] = []
     for name in arguments.models:
-        for form in arguments.formats:
+        for format_name in arguments.formats:
             for operators in arguments.operators:
-                files = prepare(name, form, operators, arguments.folder)
+                files = prepare(name, format_name, operators, arguments.folder)
                 for length in arguments.lengths:
                     try:
                         found = time_files(files, length, arguments.threads, arguments.rounds)
-                    except LengthError as error:
+                    except RunError as error:
                         beyond.append(str(error))
                         continue
                     base = found["quantized"]
                     cells = [f"{base:.0f} ms", *(f"{base / ms:.2f}x" for n, ms in found.items() if n != "quantized")]
-                    say(f"| {name} | {form} | {operators} | {length} | {' | '.join(cells)} |")
+                    say(f"| {name} | {format_name} | {operators} | {length} | {' | '.join(cells)} |")
     say(*beyond)
     return 1 if beyond else 0

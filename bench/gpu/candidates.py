@@ -108,7 +108,7 @@ CANDIDATES: tuple[GpuCandidate, ...] = (
     Candidate("stof-skip-scores", "stof, skip-scores", finding_keys(run_time.SKIP_SCORES), ("run-time",)),
     Candidate("stof-causal", "stof, every key", sparse_masks.dense(stof_alone), ("run-time",)),
     Candidate("stof-int8", "stof, int8 scores", in_precision("int8"), ("8-bit",)),
-    Candidate("stof-int8-fp8", "stof, int8 scores and fp8 values", in_precision("int8_fp8"), ("8-bit",)),
+    Candidate("stof-int8-fp8", "stof, int8 scores, fp8 weights and values", in_precision("int8_fp8"), ("8-bit",)),
     Candidate("cudnn-fp8", "cuDNN, operands in fp8", eight_bit.cudnn_fp8, ("8-bit",)),
     Candidate("sage", "SageAttention, int8 scores", eight_bit.sage, ("8-bit",)),
     Candidate("torch-cudnn", "torch SDPA, cuDNN", torch_sdpa.cudnn, _DENSE_GRIDS),

@@ -213,7 +213,7 @@ def test_few_queries(tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_faster_one_within_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharp attention with an outlier channel is beyond both bounds."""
+    """Sharp attention is beyond both bounds."""
     model = write_model(tmp_path / "model.onnx", (Layer(), Layer(gain=40.0)))
     simulate_gains(monkeypatch, 1.2, 1.4)
     status, target, report = run(tmp_path, model, "auto", *texts(tmp_path, 1, LENGTH))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stof.arguments.precisions import INT8, INT8_FP8
-from stof.attention.decide.cost_eight_bits import AttentionSizes, estimate_gain
+from stof.attention.decide.cost_eight_bits import _FULL, _INT8_FP8, AttentionSizes, estimate_gain
 
 LONG = AttentionSizes(batch=1, heads=32, kv_heads=32, queries=8192, keys=8192, head_size=128)
 
@@ -30,7 +30,7 @@ def test_shared_keys_are_quantized_once() -> None:
 def test_longer_sequences_gain_more() -> None:
     gains = [estimate_gain(replace(LONG, queries=n, keys=n), INT8_FP8) for n in (1024, 4096, 16384, 65536)]
     assert gains == sorted(gains)
-    assert gains[-1] < 868 / 735
+    assert gains[-1] < _INT8_FP8[128] / _FULL[128]
 
 
 @pytest.mark.parametrize("precision", [INT8, INT8_FP8])
@@ -38,15 +38,25 @@ def test_heads_of_64_elements_lose(precision: object) -> None:
     assert estimate_gain(replace(LONG, head_size=64, queries=32768, keys=32768), precision) < 1.0  # type: ignore[arg-type]
 
 
-# H200, microseconds in bf16 and in int8_fp8 with quantization.
-@pytest.mark.parametrize(
-    ("changes", "measured"),
-    [
-        ({}, 1477 / 1418),
-        ({"queries": 32768, "keys": 32768, "density": 0.502}, 12403 / 10587),
-        ({"queries": 32768, "keys": 32768, "density": 0.121}, 3109 / 2990),
-        ({"head_size": 64, "heads": 16, "kv_heads": 16}, 486 / 563),
-    ],
-)
-def test_estimates_are_near_measurements(changes: dict[str, float], measured: float) -> None:
-    assert estimate_gain(replace(LONG, **changes), INT8_FP8) == pytest.approx(measured, rel=0.06)  # type: ignore[arg-type]
+# H200, D 128 and 64: microseconds in bf16, int8_fp8 and int8 with quantization (docs/design/attention-8bit.md). Rates of the
+# estimate are those of the first and the last row; short windows are estimated too slow, long causal ones by 3 to 7 % too slow.
+_D64 = {"head_size": 64, "heads": 16, "kv_heads": 16}
+_LONG = {"queries": 32768, "keys": 32768}
+MEASURED = [
+    ({}, (1477, 1418, 1491), 0.03),
+    ({"density": 0.508}, (726, 796, 802), 0.07),
+    ({"density": 0.047}, (98, 232, 195), 0.15),
+    ({**_LONG, "density": 0.502}, (12403, 10587, 11528), 0.05),
+    ({**_LONG, "density": 0.121}, (3109, 2990, 3111), 0.08),
+    ({**_D64, "queries": 4096, "keys": 4096}, (129, 159, 164), 0.03),
+    (_D64, (486, 563, 591), 0.03),
+]
+
+
+@pytest.mark.parametrize(("changes", "times", "most"), MEASURED)
+def test_estimates_are_near_measurements(
+    changes: dict[str, float], times: tuple[float, float, float], most: float
+) -> None:
+    sizes = replace(LONG, **changes)  # type: ignore[arg-type]
+    for precision, time in zip((INT8_FP8, INT8), times[1:], strict=True):
+        assert estimate_gain(sizes, precision) == pytest.approx(times[0] / time, rel=most)

@@ -14,12 +14,11 @@ from onnx import TensorProto, helper
 import stof
 from helpers.int8_attention import relative_rms
 from stof.arguments.precisions import INT8, INT8_FP8, EightBits
-from stof.attention.checks.eight_bit_model import SCORES_ALONE, KeyValueHead, Scheme
+from stof.attention.checks.eight_bit_model import FULL_PRECISION, SCORES_ALONE, KeyValueHead, Scheme
 from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 from stof.thresholds.layers import nodes_by_layer
 
 B, H, D = 2, 2, 64
-EXACT = Scheme(quantize_scores=False, quantize_weights=False, quantize_values=False)
 
 
 def attention(folder: Path, *, is_causal: bool) -> onnx.ModelProto:
@@ -74,7 +73,7 @@ def test_bodies_round_as_the_kernels(precision: EightBits, scheme: Scheme, is_ca
     for b in range(B):
         for h in range(H):
             q, k, v = (feed[n][b, h].astype(np.float64) for n in "qkv")
-            exact[b, h] = KeyValueHead.of(k, v, EXACT).attend(q, allowed=allowed)
+            exact[b, h] = KeyValueHead.of(k, v, FULL_PRECISION).attend(q, allowed=allowed)
             modelled[b, h] = KeyValueHead.of(k, v, scheme).attend(q, allowed=allowed)
     error, wanted = relative_rms(found, exact), relative_rms(modelled, exact)
     assert wanted > 0.004

@@ -21,13 +21,12 @@ from retrieval_numpy import SCALE, Model  # in a folder that trained_runs adds
 
 import stof
 from stof.arguments.precisions import INT8, INT8_FP8
-from stof.attention.checks.eight_bit_model import SCORES_ALONE, KeyValueHead, Scheme
+from stof.attention.checks.eight_bit_model import FULL_PRECISION, SCORES_ALONE, KeyValueHead, Scheme
 from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 from stof.thresholds.layers import nodes_by_layer
 
 LENGTH, COUNT = (4096, 100) if ALL else (1024, 8)
 ROWS = 512  # of each head, whose errors are measured
-EXACT = Scheme(quantize_scores=False, quantize_weights=False, quantize_values=False, headroom=0.0, slack=0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,7 +39,7 @@ def test_errors_of_layers(name: str) -> None:
     for layer in range(model.layers):
         q, k, v = (a.astype(np.float64) for a in model.project(layer, x))
         heads = range(len(q))
-        exact = np.stack([KeyValueHead.of(k[h], v[h], EXACT).attend(q[h], SCALE, masks[0]) for h in heads])
+        exact = np.stack([KeyValueHead.of(k[h], v[h], FULL_PRECISION).attend(q[h], SCALE, masks[0]) for h in heads])
         errors = []
         for scheme in (SCORES_ALONE, Scheme()):
             some = [KeyValueHead.of(k[h], v[h], scheme).attend(q[h, rows], SCALE, masks[1]) for h in heads]

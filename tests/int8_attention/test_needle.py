@@ -8,12 +8,11 @@ import os
 import numpy as np
 import pytest
 
-from stof.attention.checks.eight_bit_model import SCORES_ALONE, KeyValueHead, Scheme
+from stof.attention.checks.eight_bit_model import FULL_PRECISION, SCORES_ALONE, KeyValueHead, Scheme
 
 ALL = os.environ.get("STOF_TEST_ALL", "0") == "1"
 KEYS = 131072 if ALL else 16384
 QUERIES, BLOCK, WORDS, SIZE = 256, 64, 16, 64
-EXACT = Scheme(quantize_scores=False, quantize_weights=False, quantize_values=False, headroom=0.0, slack=0.0)
 
 
 def found_words(heads: list[KeyValueHead], query: np.ndarray, words: np.ndarray) -> list[np.ndarray]:
@@ -41,7 +40,7 @@ def test_needles_are_found(has_offset: bool) -> None:
     if has_offset:
         key[:, :4] += 30
     wanted = of_key[needles]
-    heads = [KeyValueHead.of(key, words[of_key], scheme) for scheme in (EXACT, SCORES_ALONE, Scheme())]
+    heads = [KeyValueHead.of(key, words[of_key], scheme) for scheme in (FULL_PRECISION, SCORES_ALONE, Scheme())]
     exact, int8, int8_fp8 = (100 * float((x == wanted).mean()) for x in found_words(heads, query, words))
     print(f"{KEYS} keys: exact {exact:.1f} %, int8 {int8:.1f} %, int8_fp8 {int8_fp8:.1f} %")
     assert 50 < exact < 99.5

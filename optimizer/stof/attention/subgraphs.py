@@ -72,10 +72,9 @@ def find_scopes(working: WorkingCopy) -> list[Scope]:
     graph = working.base.graph
     around = _OuterGraphs((), tuple(graph.input), tuple(graph.initializer), tuple(graph.value_info))
     for path, description, outside, inner in _attention_subgraphs(graph, around, ()):
+        first_site_index = sum(len(s.sites) for s in scopes)
         scopes.append(
-            _search_subgraph(
-                working, path, description, outside, inner, names, (sum(len(s.sites) for s in scopes), len(scopes))
-            )
+            _search_subgraph(working, path, description, outside, inner, names, first_site_index, len(scopes))
         )
     return scopes
 
@@ -115,12 +114,13 @@ def _search_subgraph(
     around: _OuterGraphs,
     graph: onnx.GraphProto,
     names: FreshNames,
-    before: tuple[int, int],
+    first_site_index: int,
+    scope_index: int,
 ) -> Scope:
-    """The scope of a subgraph; ``before``: how many sites and scopes were found before."""
+    """The scope of a subgraph, whose first site and itself have these indices among all."""
     flat, outer_count = _flatten(main.base, around, graph)
     inner_outputs = {o for n in graph.node for o in n.output}
-    working = make_subgraph_copy(flat, main.inlined, inner_outputs, f"stof_rounded_inner{before[1]}_")
+    working = make_subgraph_copy(flat, main.inlined, inner_outputs, f"stof_rounded_inner{scope_index}_")
     symbolic = working.symbolic()
     written = {o for n in flat.graph.node[:outer_count] for o in n.output}
     outer = {o for n in _expanded_outer_nodes(working, outer_count) for o in n.output}
@@ -130,7 +130,7 @@ def _search_subgraph(
         frozenset(working.materialized | written),
         working.fused_nodes(),
         names=names,
-        first_index=before[0],
+        first_index=first_site_index,
         softmaxes=frozenset(n.output[0] for n in working.model.graph.node if is_softmax(n) or is_coded_softmax(n))
         - outer,
         rounded=working.rounded,

@@ -3,7 +3,7 @@
 
 The function body of StofAttention gets the roundings of docs/design/attention-8bit.md around its two matmuls. It differs from
 the kernels in three points. A weight's binade follows the row's largest score rather than the running maximum. Sums are fp32.
-Padded keys count in the mean.
+The mean is of all keys, padded ones too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from stof.arguments.precisions import EightBits, Precision
+from stof.attention.checks.eight_bit_model import LEAST_SCALE, MOST_FP8
 from stof.attention.function_body import OP
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
@@ -22,8 +23,7 @@ from stof.graph.protobuf import copy_model
 from stof.thresholds.layers import nodes_by_layer
 
 EMULATED_DOMAIN = "stof.emulated"  # the library has no operators of it: the runtime takes the function bodies
-_TILE, _EIGHTS, _PAIRS = 128, 16, 4  # keys; groups of eight in a tile, of two in eight
-_LEAST_SCALE = 2.0**-60
+_TILE, _EIGHTS, _PAIRS = 128, 16, 4  # keys of a tile; groups of eight keys in a tile; pairs of keys in a group
 _CAST_LIKE = 15  # the first opset with the operator
 
 
@@ -81,7 +81,7 @@ def _number(b: Builder, value: float) -> str:
 
 def _to_int8(b: Builder, tensor: str, largest: str) -> str:
     """The numbers that codes of int8 stand for, by the largest magnitude of those that share a scale."""
-    scale = b.add("Max", [b.add("Mul", [largest, _number(b, 1 / 127)]), _number(b, _LEAST_SCALE)])
+    scale = b.add("Max", [b.add("Mul", [largest, _number(b, 1 / 127)]), _number(b, LEAST_SCALE)])
     return b.add("Mul", [b.add("Round", [b.add("Div", [tensor, scale])]), scale])
 
 
@@ -121,14 +121,14 @@ def _round_values(b: Builder, values: str) -> str:
     tiles = b.reduce_max(_in_tiles(b, turned, [0, 0, -1, _TILE]), 3)
     every = b.add("Add", [tiles, b.constant(np.zeros(_TILE), np.float32)])
     flat = b.add("Reshape", [every, b.constant([0, 0, -1, 1])])
-    scale = b.add("Mul", [_cut_to(b, flat, values, 2), _number(b, 1 / 448)])
-    scale = b.add("Max", [scale, _number(b, _LEAST_SCALE)])
+    scale = b.add("Mul", [_cut_to(b, flat, values, 2), _number(b, 1 / MOST_FP8)])
+    scale = b.add("Max", [scale, _number(b, LEAST_SCALE)])
     return b.add("Mul", [_to_fp8(b, b.add("Div", [values, scale])), scale])
 
 
 def _to_fp8(b: Builder, tensor: str) -> str:
     """The nearest numbers of e4m3. Casts to it need opset 19: here a product and two differences keep four bits."""
-    most = _number(b, 448.0)
+    most = _number(b, MOST_FP8)
     tensor = b.add("Max", [b.add("Min", [tensor, most]), b.add("Neg", [most])])
     spread = b.add("Mul", [tensor, _number(b, 2.0**20 + 1)])
     normal = b.add("Sub", [spread, b.add("Sub", [spread, tensor])])

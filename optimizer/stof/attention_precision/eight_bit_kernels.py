@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attentions the CUDA kernels with 8-bit operands take: the one place in Python that decides it.
+"""Which attentions the CUDA kernels with 8-bit operands take, but for the device (eight_bits.py).
 
-It mirrors ``Int8PrecisionOf`` of cuda/attention/int8/precision.cc, which decides in a run. Change both together.
+It mirrors ``Int8PrecisionOf`` of cuda/attention/int8/precision.cc, which decides in a run. Change both together. Not mirrored:
+padding with ``empty_rows`` "all" on devices other than 9.0, which run it in full precision.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def is_attention(node: onnx.NodeProto) -> bool:
 
 
 def _is_rounded_by_range(node: onnx.NodeProto) -> bool:
-    """Whether rows of padding count in a scale of the weights: that of other rows would be another one."""
+    """Whether the weights' scale is found at run time over all rows: without padding it would differ."""
     return any(a.name == "weight_range" and a.s == b"dynamic" for a in node.attribute)
 
 

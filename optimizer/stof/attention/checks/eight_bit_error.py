@@ -13,14 +13,13 @@ import numpy as np
 from onnx import helper
 
 from stof.arguments.precisions import EightBits
-from stof.attention.checks.eight_bit_model import SCORES_ALONE, KeyValueHead, Scheme
+from stof.attention.checks.eight_bit_model import FULL_PRECISION, SCORES_ALONE, KeyValueHead, Scheme
 from stof.attention.checks.site_comparison import read_heads, scores_shape
 from stof.attention.emit import Rewrite
 from stof.mask.site import FORBIDDING_VALUE, AttentionSite
 
 _MOST_SCORES = 1 << 22  # of the rows of a site
 _LEAST_ROWS = 16  # of a head, before heads are left out
-_EXACT = Scheme(quantize_scores=False, quantize_weights=False, quantize_values=False, headroom=0.0, slack=0.0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class EightBitErrors:
     Attributes:
         squares: sums of squared errors by the name of the precision.
         wanted: the sum of the squares of the exact numbers.
-        rows: that were computed.
+        rows: that were drawn, fully masked ones among them.
         all_rows: that there are.
         sizes: B, H, G, S, T and D.
     """
@@ -74,7 +73,7 @@ def measure_eight_bits(
             k, v = (x[b, shared].astype(np.float64) for x in (key, value))
             counted = None if real is None else real[b % len(real)]
             made = {name: KeyValueHead.of(k, v, scheme, counted) for name, scheme in schemes.items()}
-            made[""] = KeyValueHead.of(k, v, _EXACT, counted)
+            made[""] = KeyValueHead.of(k, v, FULL_PRECISION, counted)
             last = (b, shared)
         allowed = _allowed(site, arrays, sizes, (b, h, kept_rows))
         some = kept_rows if allowed is None else kept_rows[allowed.any(1)]
@@ -85,7 +84,7 @@ def measure_eight_bits(
         for name, output in outputs.items():
             squares[name] += float(np.square(output.astype(kind).astype(np.float64) - exact).sum())
         wanted += float(np.square(exact).sum())
-        rows += len(some)
+        rows += len(kept_rows)
     shape = (batch, heads, site.kv_num_heads, queries, keys, query.shape[3])
     return EightBitErrors(squares, wanted, rows, batch * heads * queries, shape)
 
@@ -102,12 +101,12 @@ def _allowed(
     site: AttentionSite,
     arrays: Mapping[str, np.ndarray],
     sizes: tuple[int, int, int, int],
-    place: tuple[int, int, np.ndarray],
+    head_rows: tuple[int, int, np.ndarray],
 ) -> np.ndarray | None:
     """Which keys some rows of a head attend, bool [rows, T], by what the graph itself adds; None: all."""
     if not site.terms:
         return None
-    b, h, rows = place
+    b, h, rows = head_rows
     scores = np.zeros((1, 1, len(rows), sizes[3]))
     for term in site.terms:
         value = term.spread(arrays[term.tensor], sizes)

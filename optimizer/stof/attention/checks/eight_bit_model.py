@@ -10,6 +10,7 @@ import numpy as np
 
 LEAST_SCALE = 2.0**-60
 MOST_FP8 = 448.0
+MEAN_KEYS = 1024  # of a head, spread over all, whose mean is taken from the keys
 _LOG2_E = float(np.log2(np.e))
 
 
@@ -30,6 +31,7 @@ class Scheme:
     weight_type: np.dtype[Any] | None = None  # to which weights are rounded that are not quantized; None: they are not
 
 
+FULL_PRECISION = Scheme(quantize_scores=False, quantize_weights=False, quantize_values=False, headroom=0.0, slack=0.0)
 SCORES_ALONE = Scheme(quantize_weights=False, quantize_values=False, headroom=0.0, slack=14.0)
 
 
@@ -41,7 +43,7 @@ class KeyValueHead:
         scheme: by which they are quantized.
         key: codes of int8, or the keys themselves.
         key_scale: of each key, [T, 1].
-        mean: of the keys that count, which was taken from all of them: [D].
+        mean: of at most MEAN_KEYS keys that are not padding, which was taken from all of them: [D].
         value: numbers that codes of e4m3 stand for, or the values themselves.
     """
 
@@ -66,7 +68,7 @@ class KeyValueHead:
             key, value = (np.where(real[:, None], x, 0.0) for x in (key, value))
         if scheme.quantize_scores:
             if scheme.remove_mean and len(key):
-                mean = key.mean(0) if real is None else key.sum(0) / max(int(real.sum()), 1)
+                mean = _mean_of(key, real)
                 key = key - mean if real is None else np.where(real[:, None], key - mean, 0.0)
             groups = _key_groups(len(key), scheme)
             largest = np.zeros(groups.max(initial=-1) + 1)
@@ -162,6 +164,14 @@ def truncate(x: np.ndarray, bits: int) -> np.ndarray:
     if bits == 0:
         return x
     return np.asarray((np.ascontiguousarray(x, np.float64).view(np.int64) & -1 << 52 - bits).view(np.float64))
+
+
+def _mean_of(key: np.ndarray, real: np.ndarray | None) -> np.ndarray:
+    """The mean [D] of some keys, spread over all, that are not padding; zeros where all of these are."""
+    count = min(len(key), MEAN_KEYS)
+    some = np.arange(count) * len(key) // count
+    some = some if real is None else some[real[some]]
+    return np.asarray(key[some].sum(0) / max(len(some), 1))
 
 
 def _key_groups(keys: int, scheme: Scheme) -> np.ndarray:

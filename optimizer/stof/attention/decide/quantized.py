@@ -13,7 +13,7 @@ from stof.runtime.library import EARLIER, LibraryError, op_limits, type_limits
 
 
 @dataclass(frozen=True)
-class SetRates:
+class IsaTimes:
     """Times of an instruction set, in ns on a core of Zen 5; only ratios are used.
 
     Attributes:
@@ -29,15 +29,16 @@ class SetRates:
 
 # Of the operator: bench_quantized_attention and tools/time_quantized_attention.py at S = 128 to 2048. No runtime can be limited
 # to a lesser set here, so that its passes have their time with AVX-512, which is the least.
-_RATES = {
-    "portable": SetRates(0.15, 45.0, 0.02),
-    "avx2": SetRates(0.0063, 1.05, 0.010),
-    "avx_vnni": SetRates(0.0040, 0.75, 0.004),
-    "avx512": SetRates(0.0031, 0.70, 0.0055),
-    "avx512_vnni": SetRates(0.0020, 0.50, 0.002),
-    "avx512_vbmi": SetRates(0.0020, 0.37, 0.002),
+_TIMES = {
+    "portable": IsaTimes(0.15, 45.0, 0.02),
+    "avx2": IsaTimes(0.0063, 1.05, 0.010),
+    "avx_vnni": IsaTimes(0.0040, 0.75, 0.004),
+    "avx512": IsaTimes(0.0031, 0.70, 0.0055),
+    "avx512_vnni": IsaTimes(0.0020, 0.50, 0.002),
+    "avx512_vbmi": IsaTimes(0.0020, 0.37, 0.002),
 }
-_OTHERS = _RATES["avx512_vnni"]  # sets of AArch64 were not timed
+# Not measured: runtime_multiply below VNNI, which follows from issue counts; AArch64, which takes the times of avx512_vnni.
+_OTHERS = _TIMES["avx512_vnni"]
 _LIKE_VBMI = ("avx512_bf16", "amx_bf16")
 _RUNTIME_PASSES = 1.25
 # Weights rounded by their range: the operator computes scores twice, the runtime passes over scores and weights in fp32.
@@ -92,10 +93,10 @@ def refusals(problem: SiteProblem, target: str) -> list[str]:
 
 def estimate_gain(problem: SiteProblem, density: float, isa: str) -> float:
     """The estimated gain over the runtime's own nodes, where a share of tiles is computed by an instruction set."""
-    rates = _RATES.get("avx512_vbmi" if isa in _LIKE_VBMI else isa, _OTHERS)
+    times = _TIMES.get("avx512_vbmi" if isa in _LIKE_VBMI else isa, _OTHERS)
     work = problem.head_size + problem.value_head_size
-    own = max(density, 1e-6) * (work * rates.multiply + rates.own_pass)
+    own = max(density, 1e-6) * (work * times.multiply + times.own_pass)
     passes = _RUNTIME_PASSES
     if WEIGHT_BY_RANGE in problem.roundings:
         own, passes = own * _OWN_BY_RANGE, _RUNTIME_PASSES_BY_RANGE
-    return (work * rates.runtime_multiply + passes) / own
+    return (work * times.runtime_multiply + passes) / own
