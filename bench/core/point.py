@@ -119,7 +119,7 @@ class Point(Generic[AnyProblem, Built]):
         error = self.device.error(built, problem)
         if not problem.is_checked(candidate):
             return None
-        if not error <= problem.tolerance:
+        if not error <= problem.tolerance_of(candidate):
             raise Unavailable(f"wrong result: differs from {problem.reference} by {error:.1e} of {problem.relative_to}")
         return float(f"{error:.1e}")
 

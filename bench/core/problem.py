@@ -18,7 +18,7 @@ class PointProblem(ABC):
     """What all candidates of a point are given, and what a right result is.
 
     Attributes:
-        tolerance: the largest error of a right result.
+        tolerance: the largest error of a right result; ``tolerance_of`` may have less for some candidates.
         reference: what a result is compared with.
         relative_to: what errors are relative to.
     """
@@ -30,6 +30,11 @@ class PointProblem(ABC):
     @abstractmethod
     def error(self, output: Any) -> float:
         """The difference of an output from the reference, over what ``relative_to`` says."""
+
+    def tolerance_of(self, candidate: str) -> float:
+        """The largest error of a right result of a candidate."""
+        del candidate
+        return self.tolerance
 
     def is_checked(self, candidate: str) -> bool:
         """Whether a candidate computes what the problem asks for."""

@@ -16,6 +16,7 @@ from bench.core import run_time
 from bench.core.candidate import require
 from bench.core.case import AttentionCase
 from bench.core.problem import AttentionProblem, MaskDensity
+from stof.arguments.precisions import INT8, INT8_FP8
 from stof.bench.results import Record
 from stof.runtime.library import BlockMask, Mask
 
@@ -23,7 +24,9 @@ LONG_ROWS = 8192  # queries from which on full tiles are compared with dense ker
 TILE = 128  # rows and columns of a tile in densities and rooflines, whatever a kernel's tiles are
 # Of the largest value: the softmax weights are rounded to half precision before the second matmul.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
-_EIGHT_BIT_TOLERANCE = 0.1  # of the root mean square: with operands of 8 bits single elements say little
+# Of the root mean square: with operands of 8 bits single elements say little. stof's own have the bounds of the product.
+_EIGHT_BIT_TOLERANCE = 0.1
+_OWN_TOLERANCE = {"stof-int8": INT8.max_error, "stof-int8-fp8": INT8_FP8.max_error}
 _PAST_L2 = 128 << 20  # bytes of inputs that do not stay in the L2 cache
 _MOST_BYTES = 8 << 30
 _MOST_SETS = 100
@@ -50,6 +53,10 @@ class GpuProblem(AttentionProblem):
         self._seed = seed
         self._layouts: dict[str, list[tuple[Any, Any, Any]]] = {}
         self.count = 1
+
+    def tolerance_of(self, candidate: str) -> float:
+        """As of the base class."""
+        return _OWN_TOLERANCE.get(candidate, self.tolerance)
 
     @property
     def pairs(self) -> int:
