@@ -54,6 +54,10 @@ class EightBitReport(PrecisionReport):
         """As of the base class."""
         return self.by_name if self.is_decided else None
 
+    def gemms_by_plan(self) -> dict[str, Precision] | None:
+        """None: the option says nothing of GEMMs."""
+        return None
+
     @property
     def option(self) -> str:
         """What the user gave."""
