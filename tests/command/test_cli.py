@@ -398,7 +398,8 @@ def test_shapes_decide_where_a_loss_counts(put: Callable[..., Path], monkeypatch
 
     asked: list[int] = []
 
-    def estimate_gain(problem: Any, length: int) -> GainEstimate:
+    def estimate_gain(problem: Any, length: int, isa: str) -> GainEstimate:
+        assert isa
         asked.append(length)
         return GainEstimate(length, 1.0, 0.5 if length < 100 else 2.0)
 
