@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which set's kernels compute in bf16 where some set is the best that may run.
+// The instruction set whose bf16 kernels run, given the best set that is allowed.
 #ifndef STOF_CPU_BF16_ISA_H_
 #define STOF_CPU_BF16_ISA_H_
 

@@ -34,7 +34,7 @@ struct Tables {
 constexpr Tables CollectTables() {
   Tables tables;
   for (int i = 0; i < kIsas; ++i) {
-    // Of the sets behind avx_vnni none has its instruction for certain: they go on from the set before it.
+    // AVX-512 does not imply AVX-VNNI: the set behind avx_vnni inherits the kernels of avx2.
     const int before = i - 1 == index_of_avx_vnni ? i - 2 : i - 1;
     if (i > 0) tables.of[i] = tables.of[before];
 #define STOF_KERNELS(set, operator_name) \

@@ -56,13 +56,13 @@ bool CpuPackedWeights::Pack(CpuIsa isa, bool is_bf16, const float* b0, const flo
   return PackPanels<cpu::PackedGemmBf16Kernels, uint16_t>(kernels, b0, b1, stride, N, RoundUp(K, kernels.depth));
 }
 
-bool CpuPackedWeights::Allocate(int64_t count) {
-  const auto bytes = static_cast<size_t>(count);
-  void* const memory = ::operator new[](bytes, std::align_val_t(kHugePage), std::nothrow);
+bool CpuPackedWeights::Allocate(int64_t bytes) {
+  const auto size = static_cast<size_t>(bytes);
+  void* const memory = ::operator new[](size, std::align_val_t(kHugePage), std::nothrow);
   if (memory == nullptr) return false;
   panels_.reset(static_cast<char*>(memory));
   // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
-  AdviseHugePages(memory, bytes / kHugePage * kHugePage);
+  AdviseHugePages(memory, size / kHugePage * kHugePage);
   return true;
 }
 

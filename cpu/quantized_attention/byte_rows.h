@@ -389,12 +389,12 @@ inline bool HasWeights(const uint8_t* codes, uint8_t zero) {
 }
 
 #if defined(STOF_HAS_SHORT_PRODUCTS)
-// Codes of weights that a sum of 16 bits takes: 128 times as much is below 2^15.
-constexpr int32_t kMostLoad = 255;
+// The largest sum of codes of weights that a 16-bit lane takes: 128 times as much is below 2^15.
+constexpr int32_t kMostLaneSum = 255;
 
-// The largest sum of codes, [kRows, keys], that a sum of 16 bits gets from a row.
-inline int32_t LoadOfTile(const uint8_t* codes) {
-  // Of a word a sum of 16 bits takes the first two codes, and its neighbour the others.
+// The largest sum of codes of weights, [kRows, keys], that one 16-bit lane gets.
+inline int32_t LargestLaneSum(const uint8_t* codes) {
+  // Of a word a lane takes the first two codes, and its neighbour the others.
   const __m256i none = _mm256_setzero_si256(), firsts = _mm256_set1_epi32(0xffff);
   __m128i most = _mm_setzero_si128();
   for (int r = 0; r < Int8::kRows; ++r) {
@@ -412,7 +412,7 @@ inline int32_t LoadOfTile(const uint8_t* codes) {
   return first > second ? first : second;
 }
 #else
-inline int32_t LoadOfTile(const uint8_t* /*codes*/) { return 0; }
+inline int32_t LargestLaneSum(const uint8_t* /*codes*/) { return 0; }
 #endif
 
 }  // namespace

@@ -30,7 +30,7 @@ struct ScoreCodeTables {
 
 // What a strip of Int8::kRows rows of weights multiplies of a tile.
 struct StripTile {
-  int32_t load = 0;              // LoadOfTile
+  int32_t lane_sum = 0;          // LargestLaneSum: of codes of weights in one 16-bit lane
   int16_t first = 0, words = 0;  // words of four keys that have weights; 0: none has
 };
 

@@ -113,15 +113,16 @@ inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t
   return found.State();
 }
 
-// What a strip of Int8::kRows rows multiplies of visited tile i. Codes of 0 that are not 0 stand in all keys.
+// What a strip of Int8::kRows rows multiplies of visited tile i. With a zero point other than 0, or kRowOffset,
+// forbidden keys have factors other than 0: then all words count.
 inline StripTile MakeStripTile(const QuantizedProblem& p, const RowScratch& s, int64_t i, int64_t row) {
   const auto zero = static_cast<uint8_t>(p.args->weight.zero_code());
   const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
   const uint64_t wanted = KeysOfStrip(s.allowed + i * p.m + row);
   if (wanted == 0 || !HasWeights(codes, zero)) return {};
-  if (zero != 0 || Int8::kRowOffset != 0) return {LoadOfTile(codes), 0, kTileKeys / 4};
+  if (zero != 0 || Int8::kRowOffset != 0) return {LargestLaneSum(codes), 0, kTileKeys / 4};
   const int first = __builtin_ctzll(wanted) / 4, last = (63 - __builtin_clzll(wanted)) / 4;
-  return {LoadOfTile(codes), static_cast<int16_t>(first), static_cast<int16_t>(last - first + 1)};
+  return {LargestLaneSum(codes), static_cast<int16_t>(first), static_cast<int16_t>(last - first + 1)};
 }
 
 // The sums of a register block of Int8::kRows rows of weights and kVectors vectors of columns of values.
@@ -139,9 +140,9 @@ class ValueSums {
     codes += 4 * tile.first;
     values += tile.first * stride;
 #if defined(STOF_HAS_SHORT_PRODUCTS)
-    if (tile.load <= kMostLoad) {
-      if (load_ + tile.load > kMostLoad) Widen();
-      load_ += tile.load;
+    if (tile.lane_sum <= kMostLaneSum) {
+      if (lane_sum_ + tile.lane_sum > kMostLaneSum) Widen();
+      lane_sum_ += tile.lane_sum;
       AddProducts<ShortProducts>(codes, kTileKeys, values, stride, tile.words, &shorts_);
       return;
     }
@@ -168,10 +169,10 @@ class ValueSums {
       }
     }
     shorts_.Clear();
-    load_ = 0;
+    lane_sum_ = 0;
   }
   SumBlock<kVectors> shorts_;
-  int32_t load_ = 0;  // of tiles in shorts_
+  int32_t lane_sum_ = 0;  // of tiles in shorts_
 #endif
 };
 
@@ -190,10 +191,10 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
     ValueSums<kVectors> added;
     if (moved_zero != 0) Fill(terms, terms + kColumns, 0);
     for (int64_t i = begin; i < end; ++i) {
-      const StripTile& of_strip = s.strip[i];
-      if (of_strip.words == 0) continue;
+      const StripTile& strip_tile = s.strip[i];
+      if (strip_tile.words == 0) continue;
       const int64_t tile = head * p.key_tiles + s.tiles[i];
-      added.AddTile(s.codes + (i * p.m + row) * kTileKeys, of_strip,
+      added.AddTile(s.codes + (i * p.m + row) * kTileKeys, strip_tile,
                     p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride);
       if (moved_zero == 0) continue;
       const int32_t* const values = p.value_sums + tile * p.dv_padded + column;

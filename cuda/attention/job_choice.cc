@@ -50,7 +50,8 @@ Status AttentionJob::Describe() {
   p.has_aligned_rows = HasAlignedRows(args_);
   p.has_aligned_bias = HasAlignedBias(args_);
   p.skips_scores = args_.scores.skip_threshold > 0.0f;
-  // Padded keys have no codes. Fully masked rows may attend them: on 9.0 in a second kernel, in full precision.
+  // Padded keys are quantized as zeros, but fully masked rows may attend them. On 9.0 a second kernel computes these
+  // rows in full precision; elsewhere the whole problem is computed so.
   const bool may_attend_padding = pad_ != nullptr && args_.mask.empty_rows == EmptyRows::kAll;
   p.precision = may_attend_padding && p.capability != 90 ? AttentionPrecision::kFull : Int8PrecisionOf(args_);
 

@@ -13,12 +13,14 @@
 //           thinks of each and how much slower its choice is than the best
 //   --zeros and --seconds 0.5 repeat better than bursts: inputs of zeros leave the clock alone, and who runs so long
 //   has the clock that the board's power allows (docs/lab/cuda-experiments.md, "Energy")
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <random>
 #include <string>
@@ -59,7 +61,7 @@ void* RandomTensor(int64_t count, uint32_t seed, Draw draw) {
   return memory;
 }
 
-void* RandomHalves(int64_t count, uint32_t seed) {
+void* RandomFp16(int64_t count, uint32_t seed) {
   // fp16 in (-2, 2): sign, exponents 10 to 15, mantissa.
   return RandomTensor<uint16_t>(count, seed, [](uint32_t bits) {
     return static_cast<uint16_t>((bits & 0x83ffu) | (10u + (bits >> 16) % 6u) << 10);
@@ -67,7 +69,7 @@ void* RandomHalves(int64_t count, uint32_t seed) {
 }
 
 // bf16 in (-2, 2): sign, six exponents, mantissa.
-void* RandomBrains(int64_t count, uint32_t seed) {
+void* RandomBf16(int64_t count, uint32_t seed) {
   return RandomTensor<uint16_t>(count, seed, [](uint32_t bits) {
     return static_cast<uint16_t>((bits & 0x807fu) | (122u + (bits >> 16) % 6u) << 7);
   });
@@ -219,30 +221,20 @@ void MeasureAll(const Row& row, const stof::AttentionArgs& args, const stof::Att
   Report("%s", "]");
 }
 
-double FromBrain(uint16_t bits) {
-  const uint32_t word = uint32_t{bits} << 16;
-  float x = 0.0f;
-  std::memcpy(&x, &word, sizeof x);
-  return static_cast<double>(x);
-}
-
-// A finite number.
-double FromHalf(uint16_t bits) {
-  const int exponent = bits >> 10 & 31, significand = bits & 1023;
-  const double size = exponent == 0 ? std::ldexp(significand, -24) : std::ldexp(1024 + significand, exponent - 25);
-  return (bits & 0x8000) != 0 ? -size : size;
-}
-
-// Of the outputs of the first head, which a kernel with 8-bit operands has just written, from those in full precision.
-double DistanceFromFull(const Row& row, stof::AttentionArgs args, const stof::AttentionMask& mask,
-                        const stof::ExprSizes& sizes, Workspace* space) {
+// The error of the outputs of the first head, which a kernel with 8-bit operands has just written, against those in
+// full precision.
+double RelativeRmsToFullPrecision(const Row& row, stof::AttentionArgs args, const stof::AttentionMask& mask,
+                                  const stof::ExprSizes& sizes, Workspace* space) {
   const bool bf16 = args.shape.dtype == stof::DType::kBF16;
   const auto count = static_cast<size_t>(row.S * row.D);
   const auto read = [&] {
     std::vector<uint16_t> bits(count);
     CHECK_CUDA(cudaMemcpy(bits.data(), args.output.data, 2 * count, cudaMemcpyDeviceToHost));
     std::vector<double> values;
-    for (const uint16_t x : bits) values.push_back(bf16 ? FromBrain(x) : FromHalf(x));
+    for (const uint16_t x : bits) {
+      const float value = bf16 ? __bfloat162float(__nv_bfloat16_raw{x}) : __half2float(__half_raw{x});
+      values.push_back(double{value});
+    }
     return values;
   };
   const std::vector<double> found = read();
@@ -264,9 +256,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   const int64_t query_count = row.B * row.H * row.S * row.D, count = row.B * G * T * row.D;
   args.allow_tf32 = tf32;
   args.precision = precision;
-  const auto random = dtype == stof::DType::kF32    ? RandomFloats
-                      : dtype == stof::DType::kBF16 ? RandomBrains
-                                                    : RandomHalves;
+  const auto random = dtype == stof::DType::kF32 ? RandomFloats : dtype == stof::DType::kBF16 ? RandomBf16 : RandomFp16;
   args.query.data = random(query_count, 1), args.key.data = random(count, 2), args.value.data = random(count, 3);
   args.output.data = random(query_count, 4);
   args.query.stride = args.output.stride = {row.H * row.S * row.D, row.S * row.D, row.D};
@@ -277,7 +267,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   if (row.extra == Row::kPairs || row.extra == Row::kSharedPairs || row.extra == Row::kWidePairs) {
     const int64_t heads = row.extra == Row::kSharedPairs ? 1 : row.H;
     const bool wide = row.extra == Row::kWidePairs;
-    biases = (wide || dtype == stof::DType::kF32 ? RandomFloats : RandomHalves)(heads * row.S * T, 5);
+    biases = (wide || dtype == stof::DType::kF32 ? RandomFloats : RandomFp16)(heads * row.S * T, 5);
     args.scores.bias = {biases, wide ? stof::DType::kF32 : dtype, 0, heads == 1 ? 0 : row.S * T, T, 1};
   }
   if (row.extra == Row::kNear || row.extra == Row::kDistances) {
@@ -351,7 +341,8 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
   }
   if (precision != stof::AttentionPrecision::kFull) {
     std::printf("  quantization alone %.1f us, relative RMS of the first head %.2f %%\n",
-                TimeQuantization(args, space.memory), 100.0 * DistanceFromFull(row, args, *mask, sizes, &space));
+                TimeQuantization(args, space.memory),
+                100.0 * RelativeRmsToFullPrecision(row, args, *mask, sizes, &space));
   }
   const char* type = dtype == stof::DType::kF32 ? "fp32" : dtype == stof::DType::kBF16 ? "bf16" : "fp16";
   Report(R"(%s{"dtype": "%s", "mask": "%s", "expression": "%s", "B": %ld, "H": %ld, "G": %ld, "S": %ld, "T": %ld, )",
@@ -382,7 +373,7 @@ void Measure(const Row& row, stof::DType dtype, bool tf32, bool all) {
 
 int main(int argc, char** argv) {
   stof::DType dtype = stof::DType::kF16;
-  bool tf32 = false, all = false, decode = false, wide = false, extras = false, few = false, longs = false;
+  bool tf32 = false, all = false, decode = false, wide = false, extras = false, few = false, has_long_rows = false;
   std::vector<std::string> only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -401,7 +392,7 @@ int main(int argc, char** argv) {
     } else if (word == "few") {
       few = true;
     } else if (word == "long") {
-      longs = true;
+      has_long_rows = true;
     } else if (word == "--all") {
       all = true;
     } else if (word == "--zeros") {
@@ -428,18 +419,18 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  const Row* const first = decode   ? std::begin(kDecodeRows)
-                           : wide   ? std::begin(kWideRows)
-                           : extras ? std::begin(kExtraRows)
-                           : few    ? std::begin(kFewRows)
-                           : longs  ? std::begin(kLongRows)
-                                    : std::begin(kRows);
-  const Row* const last = decode   ? std::end(kDecodeRows)
-                          : wide   ? std::end(kWideRows)
-                          : extras ? std::end(kExtraRows)
-                          : few    ? std::end(kFewRows)
-                          : longs  ? std::end(kLongRows)
-                                   : std::end(kRows);
+  const Row* const first = decode          ? std::begin(kDecodeRows)
+                           : wide          ? std::begin(kWideRows)
+                           : extras        ? std::begin(kExtraRows)
+                           : few           ? std::begin(kFewRows)
+                           : has_long_rows ? std::begin(kLongRows)
+                                           : std::begin(kRows);
+  const Row* const last = decode          ? std::end(kDecodeRows)
+                          : wide          ? std::end(kWideRows)
+                          : extras        ? std::end(kExtraRows)
+                          : few           ? std::end(kFewRows)
+                          : has_long_rows ? std::end(kLongRows)
+                                          : std::end(kRows);
   Report("%s", "[");
   for (const Row* row = first; row != last; ++row) {
     if (only.empty() || std::find(only.begin(), only.end(), row->name) != only.end()) Measure(*row, dtype, tf32, all);

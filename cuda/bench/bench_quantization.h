@@ -8,7 +8,7 @@
 #include "cuda/bench/bench_graph.h"
 #include "plugins/core/contract/attention_args.h"
 
-// Microseconds. memory: of at least Int8Layout's bytes.
+// Microseconds, without a sink and the LSE: queries need no shifts. memory: of at least Int8Layout's bytes.
 inline double TimeQuantization(const stof::AttentionArgs& args, char* memory) {
   const stof::AttentionShape& shape = args.shape;
   const bool fp8 = args.precision == stof::AttentionPrecision::kInt8Fp8;

@@ -14,25 +14,27 @@ namespace stof {
 namespace cuda {
 namespace int8 {
 
-constexpr int kThreads = 256, kCtasOfSm = 3;
+constexpr int kThreads = 256, kCtasPerSm = 3;
 constexpr int kColumns = 8;  // of a thread, 16 bytes of the inputs
 constexpr int kQueriesOfCta = 64;
-constexpr int kMeanKeys = 1024;  // of a head's keys at most so many are summed: any vector is exact as their mean
+// Keys of a head that are summed at most. Softmax does not change when one vector is subtracted from all keys, so a
+// sample's mean will do.
+constexpr int kMeanKeys = 1024;
 constexpr float kLeastScale = 0x1p-60f;  // so that no product of two scales is 0, which would make -inf a NaN
 constexpr float kMostInt8 = 127.0f, kMostFp8 = 448.0f;
 
 // CTAs of a kernel. The first kernel has means, values and perhaps queries; the second, behind it, keys, and queries
 // whose products with the means are wanted.
 struct Grid {
-  int heads = 0, tiles = 0, queries = 0;  // CTAs with a head's mean, with a KV tile, and with queries
+  int mean_ctas = 0, tile_ctas = 0, query_ctas = 0;  // with a head's mean, with a KV tile, and with queries
   STOF_HD Grid(const Int8Params& params, bool is_second) {
     const AttentionParams& p = params.attention;
     const bool has_queries = is_second == (params.query_shifts != nullptr);
-    heads = is_second ? 0 : p.B * p.G;
-    tiles = is_second || params.value != nullptr ? p.B * p.G * params.tiles : 0;
-    queries = has_queries ? p.B * p.H * ((p.S + kQueriesOfCta - 1) / kQueriesOfCta) : 0;
+    mean_ctas = is_second ? 0 : p.B * p.G;
+    tile_ctas = is_second || params.value != nullptr ? p.B * p.G * params.tiles : 0;
+    query_ctas = has_queries ? p.B * p.H * ((p.S + kQueriesOfCta - 1) / kQueriesOfCta) : 0;
   }
-  STOF_HD int ctas() const { return heads + tiles + queries; }
+  STOF_HD int ctas() const { return mean_ctas + tile_ctas + query_ctas; }
 };
 
 // Eight neighbours of a row, as they are in memory.
@@ -159,7 +161,7 @@ class Quantizer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float x[kColumns];
-        LessMean(loaded[w][i], (is_key >> (4 * w + i) & 1) != 0, mean, x);
+        SubtractMean(loaded[w][i], (is_key >> (4 * w + i) & 1) != 0, mean, x);
         float& most = KeyOf(w, i) < 8 ? first : others;
         most = MaxOrNan(most, LargestOf(x));
       }
@@ -179,7 +181,7 @@ class Quantizer {
         const int key = KeyOf(w, i);
         if (key0 + key >= p_.T) continue;
         float x[kColumns];
-        LessMean(loaded[w][i], (is_key >> (4 * w + i) & 1) != 0, mean, x);
+        SubtractMean(loaded[w][i], (is_key >> (4 * w + i) & 1) != 0, mean, x);
         *reinterpret_cast<uint2*>(params_.key + (static_cast<int64_t>(bg) * p_.T + key0 + key) * kHead + column_) =
             PackInt8(x, key < 8 ? inverse_first : inverse_others);
       }
@@ -233,6 +235,7 @@ class Quantizer {
     for (int i = static_cast<int>(threadIdx.x); i < kHead * kChunks; i += kThreads) {
       const int d = i / kChunks, column = d / kColumns * kColumns;
       uint4 chunk = *reinterpret_cast<const uint4*>(&shared_.values[d][Place(column, i % kChunks * 4) / 4 * 4]);
+      // Place swaps the halves of a chunk for columns from 64 on.
       if (column >= 64) chunk = uint4{chunk.z, chunk.w, chunk.x, chunk.y};
       *reinterpret_cast<uint4*>(to + d * stride + i % kChunks * 16) = chunk;
     }
@@ -304,8 +307,8 @@ class Quantizer {
     mean[0] = low.x, mean[1] = low.y, mean[2] = low.z, mean[3] = low.w;
     mean[4] = high.x, mean[5] = high.y, mean[6] = high.z, mean[7] = high.w;
   }
-  static __device__ __forceinline__ void LessMean(const uint4& loaded, bool is_key, const float (&mean)[kColumns],
-                                                  float (&x)[kColumns]) {
+  static __device__ __forceinline__ void SubtractMean(const uint4& loaded, bool is_key, const float (&mean)[kColumns],
+                                                      float (&x)[kColumns]) {
     UnpackColumns<T>(loaded, x);
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) x[e] = is_key ? x[e] - mean[e] : 0.0f;
@@ -321,9 +324,9 @@ class Quantizer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = key0 + KeyOf(w, i);
-        const bool is = IsKey(p_, b, key);
-        loaded[w][i] = is ? LoadColumns<T>(from, base + key * stride.s) : uint4{0, 0, 0, 0};
-        is_key |= is ? 1u << (4 * w + i) : 0u;
+        const bool exists = IsKey(p_, b, key);
+        loaded[w][i] = exists ? LoadColumns<T>(from, base + key * stride.s) : uint4{0, 0, 0, 0};
+        is_key |= exists ? 1u << (4 * w + i) : 0u;
       }
     }
     return is_key;
@@ -336,28 +339,28 @@ class Quantizer {
 };
 
 // One of the two kernels: a CTA has a head's mean, a KV tile of values or of keys, or kQueriesOfCta queries.
-template <typename T, int kHead, bool kSecond>
-__global__ void __launch_bounds__(kThreads, kCtasOfSm) QuantizeOperands(const __grid_constant__ Int8Params params) {
+template <typename T, int kHead, bool kIsSecond>
+__global__ void __launch_bounds__(kThreads, kCtasPerSm) QuantizeOperands(const __grid_constant__ Int8Params params) {
   __shared__ typename Quantizer<T, kHead>::Shared shared;
   LetNextStart();
   WaitForPrevious();
   Quantizer<T, kHead> quantizer(params, &shared);
-  const Grid grid(params, kSecond);
+  const Grid grid(params, kIsSecond);
   int cta = static_cast<int>(blockIdx.x);
-  if (!kSecond && cta < grid.heads) {
+  if (!kIsSecond && cta < grid.mean_ctas) {
     quantizer.AverageKeys(cta);
     return;
   }
-  cta -= grid.heads;
-  if (cta < grid.tiles) {
-    if constexpr (kSecond) {
+  cta -= grid.mean_ctas;
+  if (cta < grid.tile_ctas) {
+    if constexpr (kIsSecond) {
       quantizer.QuantizeKeys(cta / params.tiles, cta % params.tiles);
     } else {
       quantizer.QuantizeValues(cta / params.tiles, cta % params.tiles);
     }
     return;
   }
-  const int rows = (params.attention.S + kQueriesOfCta - 1) / kQueriesOfCta, i = cta - grid.tiles;
+  const int rows = (params.attention.S + kQueriesOfCta - 1) / kQueriesOfCta, i = cta - grid.tile_ctas;
   quantizer.QuantizeQueries(i / rows, i % rows * kQueriesOfCta);
 }
 

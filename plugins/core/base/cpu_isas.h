@@ -18,8 +18,8 @@
 #define STOF_HAS_NEON_BF16 STOF_HAS_ARM("bf16") && STOF_HAS_NEON_DOTPROD
 
 // A row for each set, ISA(enumerator, name, whether the processor has it): the sets of x86-64, then those of AArch64,
-// each from the least to the best. A set's features include those of the sets of its architecture before it, but for
-// avx_vnni: client processors have it without AVX-512, and many servers AVX-512 without it.
+// each from the least to the best. A set includes the features of the sets of its architecture before it, except that
+// avx512 and later do not include avx_vnni: many servers have AVX-512 without it.
 // stof_cpu_isa of CMakeLists.txt says which kernels are compiled for a set, and with which flags: none for a set of
 // another architecture. Of an operator without kernels of its own, a set runs those of the best set before it.
 #define STOF_CPU_ISAS(ISA)                               \

@@ -61,8 +61,7 @@ class StofGemmOp final : public Op {
     const PackableWeights found = FindPackable(inputs);
     const std::optional<CpuIsa> bf16 = FindBf16Isa();
     if (found.b0 == nullptr) return Status();
-    const CpuIsa isa = bf16.value_or(BestCpuIsa());
-    weights_.Pack(isa, bf16.has_value(), found.b0, found.b1, found.stride, found.N, found.K);
+    weights_.Pack(bf16.value_or(BestCpuIsa()), bf16.has_value(), found.b0, found.b1, found.stride, found.N, found.K);
     return Status();
   }
   int InputCount() const override {
@@ -338,7 +337,7 @@ class StofGemmOp final : public Op {
   // A run on the CPU, with all its memory: matmuls of as many rows as fit the caches, then the chain over them.
   struct CpuRun {
     bool is_packed = false;
-    bool is_fused = false;  // the packed kernels apply the epilogue: of what follows, `fused` and `panel` are set
+    bool is_fused = false;  // the packed kernels apply the epilogue: below, only fused, rows and panel are set
     CpuGemmEpilogue fused;
     int64_t rows = 0;          // of a block
     size_t floats = 0;         // of a product of a block
@@ -355,9 +354,10 @@ class StofGemmOp final : public Op {
     run->is_packed = is_packed;
     run->is_fused = is_packed && FindFusedEpilogue(inputs, &run->fused);
     run->rows = run->is_fused ? sizes.M : std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
-    const size_t panel_bytes = !is_packed                  ? CpuGemmWorkspace(threads)
-                               : FindBf16Isa().has_value() ? CpuBf16GemmWorkspace(threads, run->rows, sizes.K)
-                                                           : CpuPackedGemmWorkspace(threads);
+    const bool is_bf16 = weights_.is_packed() ? weights_.is_bf16() : FindBf16Isa().has_value();
+    const size_t panel_bytes = !is_packed ? CpuGemmWorkspace(threads)
+                               : is_bf16  ? CpuBf16GemmWorkspace(threads, run->rows, sizes.K)
+                                          : CpuPackedGemmWorkspace(threads);
     STOF_RETURN_IF_ERROR(context.Allocate(panel_bytes, &run->panel));
     if (run->is_fused) return Status();
     run->floats = static_cast<size_t>((run->rows * sizes.N + 15) / 16 * 16);

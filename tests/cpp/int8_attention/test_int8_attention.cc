@@ -267,7 +267,7 @@ TEST(Int8WorkspaceIsThatOfKernels) {
     args.shape = {1, 2, 1, 256, 256, D, Dv, dtype};
     args.scores.scale = 0.125f, args.scores.softcap = softcap;
     args.precision = AttentionPrecision::kInt8Fp8;
-    // One precision for all devices: those of sm_80 kernels have no values in fp8, and need less.
+    // The bound is shared; sm_80 keeps values in 16 bits and needs less.
     CHECK(cuda::BoundSm80Workspace(args, AttentionMask()) == cuda::BoundSm90Workspace(args, AttentionMask()));
     return cuda::BoundSm90Workspace(args, AttentionMask());
   };
