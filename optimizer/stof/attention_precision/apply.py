@@ -111,6 +111,9 @@ def apply_precision(
     gemms = _find_gemms(job, model, facts)
     gemms = None if gemms is None else gemms.checked()
     found.gemms = _report_gemms(gemms, job, found.precision)
+    if gemms is None and job.plan is not None and job.plan.gemm_precision:
+        why = "the library has no GEMM" if job.options.products else "--products off leaves matmuls"
+        found.warnings.append(f"the plan's gemm_precision is not applied: {why}")
     if not found.reduced and not found.gemms.reduced:
         return model
     sets = find_sets(job.model, job.prompts, user_inputs)
@@ -201,7 +204,10 @@ def _measure_errors(
     if measured.tokens:
         found.measured_on = f"the first {measured.tokens} tokens of {found.measured_on}"
     _judge_rows(
-        found, job, measured.sites, "it lies in a subgraph, reads tensors that only the result has, or its output is 0"
+        found,
+        job,
+        measured.sites,
+        "it lies in a subgraph, reads tensors that only the result has, or its output is 0 or not finite",
     )
 
 

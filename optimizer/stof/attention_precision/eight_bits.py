@@ -44,7 +44,7 @@ from stof.verification.site_checks import SiteChecks
 
 _TILE = (128, 128)  # query rows x keys of the kernels
 _LONGEST = 32768  # keys up to which the share of tiles is counted; beyond it hardly changes
-_UNKNOWN = "it lies in a subgraph, reads tensors that only the result has, or its output is 0"
+_UNKNOWN = "it lies in a subgraph, reads tensors that only the result has, or its output is 0 or not finite"
 
 
 @dataclass(frozen=True)

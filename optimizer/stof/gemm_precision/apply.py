@@ -67,6 +67,8 @@ def judge_gemms(
         error, reason = sites.get(row.node, SiteError()), row.reason
         if row.reduced and error.fault:
             reason = f"it differs from the definition that rounds as its kernels do: {error.fault}"
+        elif row.reduced and error.overflows:
+            reason = "a number beyond the largest of the precision takes a finite result away"
         elif row.reduced and error.relative_rms is None and not (is_planned or force):
             reason = f"its error is not known: {unknown}; --force allows it all the same"
         elif row.reduced and error.relative_rms is not None and error.relative_rms > max_error and not is_planned:

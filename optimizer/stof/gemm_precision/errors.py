@@ -74,7 +74,8 @@ def measure_gemm_errors(
             for feed in sets.feeds(find_model_inputs(job, stages).maker, some):
                 given = feed()
                 names = [n for n in session.outputs if n in read]
-                arrays = {**given, **dict(zip(names, session.run(names, given), strict=True))}
+                computed = session.run(names, given) if names else []  # no names would ask for all outputs
+                arrays = {**given, **dict(zip(names, computed, strict=True))}
                 for site in sites:
                     mine = {n: arrays[n] if n in arrays else _load(stored[n], source) for n in _inputs_of(site)}
                     errors[site.name] = errors.get(site.name, SiteError()).join(_error_of(site, mine, precision))
@@ -152,12 +153,12 @@ def _error_of(site: GemmSite, arrays: Mapping[str, np.ndarray], precision: Round
     operator.run([left, *weights, *further], [mine], threads=2)
     exact = compute([left, *weights])
     rounded = compute([precision.round(x) for x in (left, *weights)])
-    away = np.abs(mine.astype(np.float64) - rounded)
     both = np.isfinite(rounded) & np.isfinite(exact)
-    most = float(away[both].max(initial=0.0))
+    most = float(np.abs(mine[both].astype(np.float64) - rounded[both]).max(initial=0.0))
     allowed = _SLACK * largest_number(rounded)
     fault = f"by {most:.3g}, and {allowed:.3g} is allowed" if not most <= allowed else ""
-    return SiteError(relative_rms(mine, exact, both), fault)
+    overflows = bool((np.isfinite(exact) & ~np.isfinite(rounded)).any())
+    return SiteError(relative_rms(mine, exact, both), fault, overflows)
 
 
 def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:

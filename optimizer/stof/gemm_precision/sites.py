@@ -92,11 +92,14 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
     # A plan's choice was measured in fp32, of all matmuls together.
     has_gemms = any(n.op_type == GEMM for n in all_nodes(model.graph.node))
     names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
+    outputs = {v.name for v in model.graph.output}
     for index, node in enumerate(graph.nodes):
         is_by_constant = (
             len(node.input) > 1 and node.input[1] in graph.constants and node.input[0] not in graph.constants
         )
         if domain_of(node) or node.op_type not in MATMUL_OPS or not is_by_constant or index in taken:
+            continue
+        if not [*graph.consumers(index), *outputs.intersection(node.output)]:  # nobody reads it
             continue
         chain = _HAS_GEMMS if has_gemms else _choose_epilogue(graph, index, taken)
         shape = facts.shape(node.input[1]) or ()
@@ -132,7 +135,8 @@ def _choose_epilogue(graph: FusionGraph, matmul: int, taken: Collection[int]) ->
             break
         members.add(index)
         chain = _build(graph, members)
-        if isinstance(chain, FusedGemm) and graph.is_convex(members):
+        # A tensor of two roles (x + x · w) has a description that draws it twice, and cannot be checked.
+        if isinstance(chain, FusedGemm) and graph.is_convex(members) and len(set(chain.inputs)) == len(chain.inputs):
             best = chain
     return best
 

@@ -106,7 +106,10 @@ class PrecisionReport:
     def lines(self) -> list[str]:
         """A line for each kind of row, the error where it is the largest, and the loss."""
         if not self.rows and not self.gemms.rows:
-            return [f"  no attention became an operator, which could compute in {self.precision.name}"]
+            name = self.precision.name
+            return [
+                f"  no attention became an operator, which could compute in {name}; matmuls are taken beside one alone"
+            ]
         groups: dict[PrecisionRow, list[PrecisionRow]] = defaultdict(list)
         for row in self.rows:
             kind = replace(row, node="", layer=0, relative_rms=None)
