@@ -14,10 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from precision_runs import leave_gemms, run
 
 # isort: split
-from trained_runs import COUNT, LENGTH, evaluate, measured_options, texts_of, write_model
+from trained_runs import LENGTH, check_accuracy, measured_options, texts_of, write_model
 
 # isort: split
-import stof
 from stof.attention_precision import apply
 from stof.errors import UnsupportedError
 from stof.gemm_precision.sites import find_gemms
@@ -173,12 +172,7 @@ def test_trained_models_find_records(name: str, tmp_path: Path) -> None:
         assert 1e-10 < found["loss"]["kl"] < 1e-4
     else:
         assert found["cosines"]["logits"] > 0.9999
-    texts = texts_of(name, LENGTH, COUNT, seed=5)
-    dense = tmp_path / "dense.onnx"
-    stof.optimize(path, dense, verify=False)
-    exact, accuracy = evaluate(dense, name, texts)[0], evaluate(target, name, texts)[0]
-    assert exact >= 0.98
-    assert accuracy >= exact - 0.005
+    check_accuracy(path, target, name)
 
 
 @pytest.mark.parametrize("options", [[], ["--allow-bf16", "--products", "off"]])

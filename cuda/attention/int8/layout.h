@@ -80,6 +80,24 @@ struct Int8Params {
   float* key_means = nullptr;
 };
 
+// The 8-bit operands of an attention in memory of Int8Layout's size. has_fp8_values: values in e4m3, too.
+inline Int8Params DescribeOperands(const AttentionParams& attention, const AttentionShape& shape, bool has_fp8_values,
+                                   char* memory) {
+  const Int8Layout layout(shape, has_fp8_values);
+  const auto floats = [memory](int64_t at) { return reinterpret_cast<float*>(memory + at); };
+  Int8Params params;
+  params.attention = attention;
+  params.tiles = static_cast<int32_t>(CeilDiv(shape.T, int64_t{kInt8TileKeys}));
+  params.query = reinterpret_cast<int8_t*>(memory + layout.query);
+  params.key = reinterpret_cast<int8_t*>(memory + layout.key);
+  if (has_fp8_values) params.value = reinterpret_cast<uint8_t*>(memory + layout.value);
+  params.query_scales = floats(layout.query_scales);
+  if (attention.sink != nullptr || attention.lse != nullptr) params.query_shifts = floats(layout.query_shifts);
+  params.tile_scales = floats(layout.tile_scales);
+  params.key_means = floats(layout.key_means);
+  return params;
+}
+
 // Queues the kernels that quantize the operands. bf16: of the inputs. Gives a CUDA error code, 0 for none. stream is a
 // cudaStream_t.
 int LaunchQuantize(const Int8Params& params, bool bf16, void* stream);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 8-bit operands of a run, in its workspace.
+// The 8-bit operands of an attention, in the workspace of its job.
 #ifndef STOF_CUDA_ATTENTION_INT8_OPERANDS_H_
 #define STOF_CUDA_ATTENTION_INT8_OPERANDS_H_
 
@@ -9,12 +9,8 @@
 namespace stof {
 namespace cuda {
 
-// The 8-bit operands of an attention in memory of Int8Layout's size. has_fp8_values: values in e4m3, too.
-Int8Params DescribeOperands(const AttentionParams& attention, const AttentionShape& shape, bool has_fp8_values,
-                            char* memory);
-
 // Places the operands of an attention, whose parameters are complete, in workspace of the job: what LaunchQuantize
-// writes.
+// writes. has_fp8_values: values in e4m3, too.
 Status PlaceOperands(AttentionJob* job, const AttentionParams& attention, bool has_fp8_values, Int8Params* params);
 
 }  // namespace cuda

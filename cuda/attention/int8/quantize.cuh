@@ -235,7 +235,7 @@ class Quantizer {
     for (int i = static_cast<int>(threadIdx.x); i < kHead * kChunks; i += kThreads) {
       const int d = i / kChunks, column = d / kColumns * kColumns;
       uint4 chunk = *reinterpret_cast<const uint4*>(&shared_.values[d][Place(column, i % kChunks * 4) / 4 * 4]);
-      // Place swaps the halves of a chunk for columns from 64 on.
+      // From column 64 on, Place swaps the first and the last eight bytes of a chunk.
       if (column >= 64) chunk = uint4{chunk.z, chunk.w, chunk.x, chunk.y};
       *reinterpret_cast<uint4*>(to + d * stride + i % kChunks * 16) = chunk;
     }

@@ -48,6 +48,14 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     """
     if job.options.eight_bits:
         return report_eight_bits(report, job, stages)
+    found = _report_attentions(report, job, stages)
+    if found is not None and any(s.decided.has_replaced for s in stages):
+        found.gemms = _report_gemms(_find_gemms(job, stages[-1].written, stages[-1].facts), job, found.precision)
+    return found
+
+
+def _report_attentions(report: Report, job: Job, stages: Sequence[Stage]) -> PrecisionReport | None:
+    """The part of the report with the rows of attentions alone."""
     precision = allowed_precision(job.options)
     if precision is None:
         return None
@@ -60,7 +68,6 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
     rows = find_precision_rows(stages[-1].written, stages[-1].facts, precision, names)
     found.rows = rows
-    found.gemms = _report_gemms(_find_gemms(job, stages[-1].written, stages[-1].facts), job, precision)
     return found
 
 
@@ -103,7 +110,7 @@ def apply_precision(
     """
     if job.options.eight_bits:
         return apply_eight_bits(report, job, model, stages, folder, user_inputs, measure)
-    found = report_precision(report, job, stages)  # again: verification may have dropped rewrites
+    found = _report_attentions(report, job, stages)  # again: verification may have dropped rewrites
     if found is None:
         return model
     found.is_decided = True

@@ -117,7 +117,7 @@ def visit_sites(
         measured: what the original runs on, and the indices of the sets that count.
         folder: for temporary files.
         emit: makes of a stage's model the one whose sites are looked at.
-        visit: gets the checks of an op, that model, the operators of its sites, and the tensors of a run.
+        visit: gets the checks of an op, that model, the operators of its sites, and the tensors that were computed.
 
     Returns:
         How many tokens of each prompt count, at most; 0: all of each set.

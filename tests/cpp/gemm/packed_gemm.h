@@ -123,6 +123,19 @@ inline bool Same(const std::vector<float>& x, const std::vector<float>& y, size_
   return std::memcmp(x.data() + kAround, y.data() + kAround, count * sizeof(float)) == 0;
 }
 
+// Checks the result, and that neither threads nor the number of rows change it.
+inline void CheckRuns(const Packed& p, const CpuPackedWeights& weights, const std::string& where, Random* random) {
+  const Outputs one = Run(p, weights, p.M, 1), three = Run(p, weights, p.M, 3), two = Run(p, weights, p.M, 2);
+  Check(p, one, where, weights.is_bf16());
+  const int64_t some = random->Range(1, p.M);
+  const Outputs fewer = Run(p, weights, some, 1);
+  for (size_t o = 0; o < one.size(); ++o) {
+    const auto all = static_cast<size_t>(p.M * p.N);
+    CHECK(Same(one[o], two[o], all) && Same(one[o], three[o], all), where, ": threads change the result");
+    CHECK(Same(one[o], fewer[o], static_cast<size_t>(some * p.N)), where, ": other rows change the result");
+  }
+}
+
 }  // namespace
 }  // namespace stof::test
 #endif  // STOF_TESTS_CPP_GEMM_PACKED_GEMM_H_

@@ -25,20 +25,11 @@ bool PackBf16(CpuIsa isa, const Packed& p, CpuPackedWeights* weights) {
   return weights->Pack(isa, true, p.b[0].data(), p.pair ? p.b[1].data() : nullptr, p.N, p.N, p.K);
 }
 
-// Checks the result, and that neither threads nor the number of rows change it.
 void RunBf16Case(CpuIsa isa, const Packed& p, Random* random) {
   const std::string where = Text("isa ", CpuIsaName(isa), " ", p.Text());
   CpuPackedWeights weights;
   CHECK(PackBf16(isa, p, &weights), where, " was not packed");
-  const Outputs one = Run(p, weights, p.M, 1), three = Run(p, weights, p.M, 3), two = Run(p, weights, p.M, 2);
-  Check(p, one, where, true);
-  const int64_t some = random->Range(1, p.M);
-  const Outputs fewer = Run(p, weights, some, 1);
-  for (size_t o = 0; o < one.size(); ++o) {
-    const auto all = static_cast<size_t>(p.M * p.N);
-    CHECK(Same(one[o], two[o], all) && Same(one[o], three[o], all), where, ": threads change the result");
-    CHECK(Same(one[o], fewer[o], static_cast<size_t>(some * p.N)), where, ": other rows change the result");
-  }
+  CheckRuns(p, weights, where, random);
   CountCases(1);
 }
 

@@ -18,7 +18,6 @@
 namespace stof::test {
 namespace {
 
-// Checks the result, and that neither threads nor the number of rows change it.
 void RunCase(CpuIsa isa, const Packed& p, Random* random) {
   const std::string where = Text("isa ", static_cast<int>(isa), " ", p.Text());
   CpuPackedWeights weights;
@@ -26,15 +25,7 @@ void RunCase(CpuIsa isa, const Packed& p, Random* random) {
     CHECK(p.N < 25, where, " was not packed");
     return;
   }
-  const Outputs one = Run(p, weights, p.M, 1), three = Run(p, weights, p.M, 3), two = Run(p, weights, p.M, 2);
-  Check(p, one, where);
-  const int64_t some = random->Range(1, p.M);
-  const Outputs fewer = Run(p, weights, some, 1);
-  for (size_t o = 0; o < one.size(); ++o) {
-    const auto all = static_cast<size_t>(p.M * p.N);
-    CHECK(Same(one[o], two[o], all) && Same(one[o], three[o], all), where, ": threads change the result");
-    CHECK(Same(one[o], fewer[o], static_cast<size_t>(some * p.N)), where, ": other rows change the result");
-  }
+  CheckRuns(p, weights, where, random);
   CountCases(1);
 }
 

@@ -70,4 +70,21 @@ inline Dense Draw(const Case& c, int64_t D, bool padded_values, double (*round)(
   return p;
 }
 
+// Which keys exist, as bits [B, words of a batch]: what AttentionParams::pad_bits is.
+inline std::vector<uint32_t> PadBits(const Case& c, const Dense& p) {
+  const int64_t words = CeilDiv(c.T, 64) * 2;
+  std::vector<uint32_t> bits(static_cast<size_t>(c.B * words));
+  for (int64_t at = 0; at < c.B * c.T; ++at) {
+    const int64_t k = at % c.T;
+    if (p.exists[static_cast<size_t>(at)] != 0) bits[static_cast<size_t>(at / c.T * words + k / 32)] |= 1u << k % 32;
+  }
+  return bits;
+}
+
+// Poisoned memory for 8-bit operands.
+inline std::vector<uint4> OperandMemory(const AttentionShape& shape, bool has_fp8_values) {
+  const auto size = static_cast<size_t>(cuda::Int8Layout(shape, has_fp8_values).total) / sizeof(uint4);
+  return std::vector<uint4>(size, uint4{~0u, ~0u, ~0u, ~0u});
+}
+
 }  // namespace stof::test::int8

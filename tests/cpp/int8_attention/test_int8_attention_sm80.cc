@@ -85,14 +85,7 @@ class Device {
  private:
   void BindPadding() {
     if (!c_.padding) return;
-    const int64_t words = CeilDiv(c_.T, 64) * 2;
-    pad_bits_.assign(static_cast<size_t>(c_.B * words), 0);
-    for (int64_t at = 0; at < c_.B * c_.T; ++at) {
-      const int64_t k = at % c_.T;
-      if (p_.exists[static_cast<size_t>(at)] != 0) {
-        pad_bits_[static_cast<size_t>(at / c_.T * words + k / 32)] |= 1u << k % 32;
-      }
-    }
+    pad_bits_ = PadBits(c_, p_);
     params_.pad_bits = pad_bits_.data();
   }
 
@@ -127,18 +120,8 @@ class Device {
   void BindOperands() {
     AttentionShape shape;
     shape.B = c_.B, shape.H = c_.H, shape.G = c_.G, shape.S = c_.S, shape.T = c_.T, shape.D = shape.Dv = kD;
-    const cuda::Int8Layout layout(shape, false);
-    memory_.assign(static_cast<size_t>(layout.total / 16), uint4{~0u, ~0u, ~0u, ~0u});
-    const auto at = [this](int64_t bytes) {
-      return reinterpret_cast<char*>(&memory_[static_cast<size_t>(bytes / 16)]);
-    };
-    const auto floats = [&at](int64_t bytes) { return reinterpret_cast<float*>(at(bytes)); };
-    int8_.attention = params_;
-    int8_.tiles = static_cast<int32_t>(CeilDiv(c_.T, 128));
-    int8_.query = reinterpret_cast<int8_t*>(at(layout.query)), int8_.key = reinterpret_cast<int8_t*>(at(layout.key));
-    int8_.query_scales = floats(layout.query_scales), int8_.tile_scales = floats(layout.tile_scales);
-    if (c_.lse || c_.sink) int8_.query_shifts = floats(layout.query_shifts);
-    int8_.key_means = floats(layout.key_means);
+    memory_ = OperandMemory(shape, false);
+    int8_ = cuda::DescribeOperands(params_, shape, false, reinterpret_cast<char*>(memory_.data()));
   }
 
   const Case c_;
