@@ -3,7 +3,10 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
+#include "cuda/attention/int8/layout.h"
+#include "plugins/core/base/integers.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/int8_attention/int8_reference.h"
 
@@ -81,7 +84,7 @@ inline std::vector<uint32_t> PadBits(const Case& c, const Dense& p) {
   return bits;
 }
 
-// Poisoned memory for 8-bit operands.
+// Poisoned memory for 8-bit operands. uint4 is CUDA's, or that of the emulation.
 inline std::vector<uint4> OperandMemory(const AttentionShape& shape, bool has_fp8_values) {
   const auto size = static_cast<size_t>(cuda::Int8Layout(shape, has_fp8_values).total) / sizeof(uint4);
   return std::vector<uint4>(size, uint4{~0u, ~0u, ~0u, ~0u});
