@@ -23,7 +23,7 @@ from stof.attention_precision.layers import METADATA
 # isort: split
 import skip_models
 import test_prompts
-from skip_runs import inputs_options, thresholds_of
+from skip_runs import inputs_options, texts, thresholds_of
 
 
 @pytest.fixture(name="known", autouse=True)
@@ -189,6 +189,17 @@ def test_the_cosine_is_measured_and_gated(tmp_path: Path, capsys: pytest.Capture
     assert "choose a smaller --max-error" in message
     assert run(tmp_path, model, *options, "--min-cosine", "1", "--force")[0] == 0
     assert set(flags_of(target).values()) == {1}
+
+
+def test_padding_alone_has_no_cosine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No row counts, and the gate would pass whatever the model computes."""
+    model = skip_models.encoder(tmp_path / "model.onnx", padding=True)
+    onnx.utils.extract_model(str(model), str(model), ["input_ids", "attention_mask"], ["hidden"])
+    ids = texts(1, 40)[0][None]
+    for mask, status in ((np.zeros_like(ids), 1), (np.ones_like(ids), 0)):
+        np.savez(tmp_path / "feed.npz", input_ids=ids, attention_mask=mask)
+        assert run(tmp_path, model, "--allow-bf16", "--no-verify", "--inputs", str(tmp_path / "feed.npz"))[0] == status
+    assert "feed.npz: the outputs have no row that counts" in capsys.readouterr().err
 
 
 def prompts_of(folder: Path) -> list[str]:

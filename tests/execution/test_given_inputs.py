@@ -173,6 +173,14 @@ def test_given_inputs_that_do_not_run_are_named(make: Callable[..., Path], tmp_p
         stof.optimize(make(), tmp_path / "out.onnx", inputs=wrong)
 
 
+def test_given_inputs_of_an_empty_batch_are_refused(make: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"Python: every output is empty \(output 'y' has the shape \[0, 2, 6, 8\]\)"
+    ):
+        stof.optimize(make(), tmp_path / "out.onnx", inputs=feed(6, batch=0))
+    assert not (tmp_path / "out.onnx").exists()
+
+
 def test_inputs_are_drawn_again_until_they_run(make: Callable[..., Path], tmp_path: Path) -> None:
     report = stof.optimize(make(_HIDDEN), tmp_path / "out.onnx")
     assert [s.replaced for s in report.sites] == [True]

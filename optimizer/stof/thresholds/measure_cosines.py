@@ -50,7 +50,7 @@ def measure_cosines(
             fp32.
 
     Raises:
-        ArgumentError: when a model does not run on a set.
+        ArgumentError: when a model does not run on a set, or no row of the outputs counts.
         VerifyError: when memory does not suffice.
     """
     meter = CosineMeter(sets.outputs)
@@ -68,6 +68,11 @@ def measure_cosines(
         raise ArgumentError(f"{sets.source}: a model does not run on it: {error}") from error
     except LimitReached as error:
         raise VerifyError(f"the loss on {sets.source} could not be measured: {error}") from error
+    if not meter.means():
+        raise ArgumentError(
+            f"{sets.source}: the outputs have no row that counts: they are empty, or attention_mask calls every token padding; "
+            "give inputs with tokens"
+        )
     return meter
 
 

@@ -137,6 +137,7 @@ class _Reference:
                 self._load(session)
                 has_drawn = any(not self.verifier.cases[r].source for r in plain)
                 plain[i] = self._run_redrawn(i, run, may_redraw=not has_drawn)
+                self._refuse_empty(self.verifier.cases[i], plain[i])
             except RuntimeFailure as error:  # stored masks limit the length from above, computed ones from below
                 if failure is None:
                     failure, refused = error, i
@@ -158,6 +159,15 @@ class _Reference:
             [self.seconds[i] for i in ran],
             self.load_seconds,
         )
+
+    def _refuse_empty(self, case: Case, outputs: Sequence[np.ndarray]) -> None:
+        """Refuses given inputs on which no output has an element, as in a batch of 0: any two models would agree on them."""
+        if case.source and outputs and not any(array.size for array in outputs):
+            name, array = self.outputs[0], outputs[0]
+            raise ArgumentError(
+                f"inputs {case.source}: every output is empty (output {name!r} has the shape {list(array.shape)}): there is "
+                "nothing to compare; give inputs with a batch and lengths of at least 1"
+            )
 
     def _make_probe(self) -> VerifiedSession:
         model = self.models.with_outputs(self.models.probed, self.wanted)
