@@ -37,9 +37,9 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 
 // The sums of Int8::kRows rows of weights and kVectors blocks of 16 columns of values.
 template <int kVectors>
-class ValueSums {
+class TileSums {
  public:
-  ValueSums() {
+  TileSums() {
     STOF_STORE_FOR_TILES();
     ZeroSumTiles<kVectors>();
   }
@@ -55,6 +55,9 @@ class ValueSums {
   static_assert(kTileKeys == kTileDepth, "a tile of weights is a tile register");
   alignas(64) int32_t sums_[Int8::kRows * kColumns];
 };
+
+template <int kVectors>
+using ValueSums = TileSums<kVectors>;
 
 }  // namespace
 }  // namespace cpu

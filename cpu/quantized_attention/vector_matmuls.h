@@ -76,9 +76,9 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 
 // The sums of a register block of Int8::kRows rows of weights and kVectors vectors of columns of values.
 template <int kVectors>
-class ValueSums {
+class VectorSums {
  public:
-  __attribute__((always_inline)) ValueSums() {
+  __attribute__((always_inline)) VectorSums() {
     sums_.Clear();
 #if defined(STOF_HAS_SHORT_PRODUCTS)
     shorts_.Clear();
@@ -127,6 +127,9 @@ class ValueSums {
   int32_t lane_sum_ = 0;  // of tiles in shorts_
 #endif
 };
+
+template <int kVectors>
+using ValueSums = VectorSums<kVectors>;
 
 }  // namespace
 }  // namespace cpu
