@@ -39,9 +39,9 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 
 // The sums of Int8::kRows rows of weights and kVectors blocks of 16 columns of values.
 template <int kVectors>
-class TileSums {
+class ValueSumsInTiles {
  public:
-  TileSums() {
+  ValueSumsInTiles() {
     STOF_STORE_FOR_TILES();
     ZeroSumTiles<kVectors>();
   }
@@ -59,7 +59,7 @@ class TileSums {
 };
 
 template <int kVectors>
-using ValueSums = TileSums<kVectors>;
+using ValueSums = ValueSumsInTiles<kVectors>;
 
 }  // namespace
 }  // namespace cpu

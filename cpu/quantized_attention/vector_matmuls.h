@@ -76,9 +76,9 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
 
 // The sums of a register block of Int8::kRows rows of weights and kVectors vectors of columns of values.
 template <int kVectors>
-class VectorSums {
+class ValueSumsInVectors {
  public:
-  __attribute__((always_inline)) VectorSums() {
+  __attribute__((always_inline)) ValueSumsInVectors() {
     sums_.Clear();
 #if defined(STOF_HAS_SHORT_PRODUCTS)
     shorts_.Clear();
@@ -129,7 +129,7 @@ class VectorSums {
 };
 
 template <int kVectors>
-using ValueSums = VectorSums<kVectors>;
+using ValueSums = ValueSumsInVectors<kVectors>;
 
 }  // namespace
 }  // namespace cpu
