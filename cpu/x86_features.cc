@@ -28,11 +28,11 @@ struct Feature {
   uint32_t state;
 };
 constexpr Feature kFeatures[] = {
-    {"fma", 1, 0, kEcx, 12, kYmm},       {"f16c", 1, 0, kEcx, 29, kYmm},       {"avx2", 7, 0, kEbx, 5, kYmm},
-    {"avx512f", 7, 0, kEbx, 16, kZmm},   {"avx512dq", 7, 0, kEbx, 17, kZmm},   {"avx512bw", 7, 0, kEbx, 30, kZmm},
-    {"avx512vl", 7, 0, kEbx, 31, kZmm},  {"avx512vnni", 7, 0, kEcx, 11, kZmm}, {"avx512vbmi", 7, 0, kEcx, 1, kZmm},
-    {"avxvnni", 7, 1, kEax, 4, kYmm},    {"avx512bf16", 7, 1, kEax, 5, kZmm},  {"amx-bf16", 7, 0, kEdx, 22, kTiles},
-    {"amx-tile", 7, 0, kEdx, 24, kTiles}};
+    {"fma", 1, 0, kEcx, 12, kYmm},        {"f16c", 1, 0, kEcx, 29, kYmm},       {"avx2", 7, 0, kEbx, 5, kYmm},
+    {"avx512f", 7, 0, kEbx, 16, kZmm},    {"avx512dq", 7, 0, kEbx, 17, kZmm},   {"avx512bw", 7, 0, kEbx, 30, kZmm},
+    {"avx512vl", 7, 0, kEbx, 31, kZmm},   {"avx512vnni", 7, 0, kEcx, 11, kZmm}, {"avx512vbmi", 7, 0, kEcx, 1, kZmm},
+    {"avxvnni", 7, 1, kEax, 4, kYmm},     {"avx512bf16", 7, 1, kEax, 5, kZmm},  {"amx-bf16", 7, 0, kEdx, 22, kTiles},
+    {"amx-tile", 7, 0, kEdx, 24, kTiles}, {"amx-int8", 7, 0, kEdx, 25, kTiles}};
 
 // The state that the operating system keeps; 0 where it does not say so.
 uint32_t KeptState() {

@@ -47,7 +47,7 @@ _NOTES = """\
 * A wrong value is an error that names the variable, the value and the right ones: of the command, and of whoever makes the
   first operator of the library in a process. An empty value counts as unset.
 * `STOF_CPU_ISA`, from the least to the best: portable < avx2 < avx_vnni < avx512 < avx512_vnni < avx512_vbmi < avx512_bf16 <
-  amx_bf16, and portable < neon < neon_dotprod < neon_bf16. Each includes those before it, except that
+  amx_int8 < amx_bf16, and portable < neon < neon_dotprod < neon_bf16. Each includes those before it, except that
   avx512 and later do not include avx_vnni. `avx512_bf16` needs VBMI.
 * The names of kernels in `STOF_CUDA_KERNEL` and `STOF_CUDA_GEMM` are checked when one is chosen.
 * The two caches are in `$XDG_CACHE_HOME/stof` where that is set.

@@ -163,7 +163,7 @@ void AddBf16Values(const Bf16* p, int64_t ldp, const Run* runs, int count, const
     for (; k + kTileDepth <= last; k += kTileDepth) {
       AddTileProducts<kBlock>(p + k, 2 * ldp, v + k / kDepth * ldv, 2 * ldv, 2 * kDepth * kSumColumns);
     }
-    if (k < last) AddHalfTileProducts<kBlock>(p + k, 2 * ldp, v + k / kDepth * ldv, 2 * ldv, 2 * kDepth * kSumColumns);
+    if (k < last) AddLastTileProducts<kBlock>(p + k, 2 * ldp, v + k / kDepth * ldv, 2 * ldv, 2 * kDepth * kSumColumns);
   }
   alignas(64) float sums[kRows * kBlock * kSumColumns];
   constexpr int kColumns = kBlock * kSumColumns;

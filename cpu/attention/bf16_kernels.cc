@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/attention/bf16_kernels.h"
 
-#include "cpu/bf16_isa.h"
+#include "cpu/isa_of_kernels.h"
 #include "cpu/kernel_table.h"
 
 namespace stof {
 
 std::optional<CpuIsa> IsaOfBf16Kernels(CpuIsa isa) {
-  return cpu::FindIsaOfBf16(isa, &cpu::KernelTable::attention_bf16);
+  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::attention_bf16);
 }
 
 namespace cpu {

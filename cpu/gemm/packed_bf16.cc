@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cpu/bf16_isa.h"
+#include "cpu/isa_of_kernels.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/base/parallel_for.h"
@@ -23,7 +23,9 @@ int64_t CountRounded(int64_t M, int64_t K) {
 
 }  // namespace
 
-std::optional<CpuIsa> IsaOfBf16Gemm(CpuIsa isa) { return cpu::FindIsaOfBf16(isa, &cpu::KernelTable::packed_gemm_bf16); }
+std::optional<CpuIsa> IsaOfBf16Gemm(CpuIsa isa) {
+  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::packed_gemm_bf16);
+}
 
 size_t CpuBf16GemmWorkspace(int threads, int64_t M, int64_t K) {
   const int64_t sums = std::clamp<int64_t>(threads, 1, kMostTasks) * cpu::kBf16Floats * 4;

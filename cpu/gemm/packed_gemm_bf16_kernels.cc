@@ -150,7 +150,7 @@ inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, cons
 #endif
 
 void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace) {
-  const ConfiguredTiles tiles(LastTiles::kWholeDepth);
+  const ConfiguredTiles tiles(kWholeDepthBytes);
   const CpuPackedGemmArgs& args = *p.args;
   const int64_t depth = PaddedDepth(p.K), n0 = panel * kPanelColumns;
   const int64_t wide = Min(kPanelColumns, p.N - n0), width = PanelWidth(wide);

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "cpu/simd/algorithms.h"
+#include "cpu/simd/tiles.h"
 
 // Tests emulate the instruction where a processor has none.
 #if defined(__AVXVNNI__) || defined(STOF_EMULATED_AVX_VNNI)
@@ -35,7 +36,15 @@ inline int32_t LoadWord(const void* p) {
 //   KeyProducts    of queries and keys, whose values are packed into kKeyBytes bytes each
 //   ShortProducts  like ByteProducts, with sums of 16 bits; Widen makes them sums of 32 bits
 // kRowOffset: what is subtracted from bytes of rows where instructions take both factors as int8.
-#if defined(__AVX512VNNI__)
+#if defined(STOF_TILES)
+// Sums and products are in tile registers (tile_matmuls.h).
+struct Int8Tiles {
+  static constexpr int kRowOffset = 0, kKeyBytes = 1;
+  static constexpr int kLanes = kSumColumns;
+  static constexpr int kRows = kSumRows, kVectors = 4;
+};
+using Int8 = Int8Tiles;
+#elif defined(__AVX512VNNI__)
 struct Int8Vnni {
   static constexpr int kRowOffset = 0, kKeyBytes = 1;
   static constexpr int kLanes = 16;
@@ -222,38 +231,6 @@ struct BytesPortable {
 using ByteProducts = BytesPortable;
 using KeyProducts = ByteProducts;
 #endif
-
-template <int kVectors>
-struct SumBlock {
-  Int8::Sums of[Int8::kRows][kVectors];
-  __attribute__((always_inline)) void Clear() {
-#pragma GCC unroll 6
-    for (int r = 0; r < Int8::kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) of[r][v] = Int8::Set1(0);
-    }
-  }
-};
-
-// Adds products of Int8::kRows rows and columns, over their words. Rows lie row_stride bytes apart, the words of
-// columns word_stride.
-template <typename Products, int kVectors>
-inline __attribute__((always_inline)) void AddProducts(const uint8_t* rows, int64_t row_stride, const int8_t* columns,
-                                                       int64_t word_stride, int64_t words, SumBlock<kVectors>* sums) {
-  for (int64_t w = 0; w < words; ++w) {
-    typename Products::Columns loaded[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      loaded[v] = Products::LoadColumns(columns + w * word_stride + v * 4 * Int8::kLanes);
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < Int8::kRows; ++r) {
-      const typename Products::Row row = Products::LoadRow(rows + r * row_stride + 4 * w);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums->of[r][v] = Products::Dot(sums->of[r][v], row, loaded[v]);
-    }
-  }
-}
 
 }  // namespace
 }  // namespace cpu

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cpu/isa.h"
+#include "cpu/isa_of_kernels.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/contract/attention_limits.h"
@@ -24,6 +25,10 @@ constexpr int64_t kScoreBytes = int64_t{512} << 10;
 struct Layout {
   int64_t key_bits = 0, keys = 0, key_sums = 0, values = 0, value_sums = 0, scratch = 0, scratch_each = 0, total = 0;
 };
+
+const cpu::QuantizedAttentionKernels& KernelsFor(const CpuQuantizedAttentionConfig& config) {
+  return *cpu::KernelsOf(IsaOfQuantizedAttention(config.isa)).quantized_attention;
+}
 
 bool KeepsCodes(const QuantizedAttentionArgs& args) {
   return args.attention.scores.bias.data == nullptr &&
@@ -164,6 +169,11 @@ Status CheckForCpu(const QuantizedAttentionArgs& args, const CpuQuantizedAttenti
 
 }  // namespace
 
+CpuIsa IsaOfQuantizedAttention(CpuIsa isa) {
+  // The portable set has kernels: there are some for every set.
+  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::quantized_attention).value_or(CpuIsa::kPortable);
+}
+
 CpuQuantizedAttentionConfig ChooseCpuQuantizedAttention(const QuantizedAttentionArgs& args) {
   const int64_t each = (KeepsCodes(args) ? 1 : 5) * std::max<int64_t>(args.attention.shape.T, 1);
   int m = cpu::kMostQuantizedRows;
@@ -173,7 +183,7 @@ CpuQuantizedAttentionConfig ChooseCpuQuantizedAttention(const QuantizedAttention
 
 size_t CpuQuantizedAttentionWorkspace(const QuantizedAttentionArgs& args, const CpuQuantizedAttentionConfig& config,
                                       int threads) {
-  const cpu::QuantizedAttentionKernels& kernels = *cpu::KernelsOf(config.isa).quantized_attention;
+  const cpu::QuantizedAttentionKernels& kernels = KernelsFor(config);
   const cpu::QuantizedProblem problem = MakeProblem(args, config, kernels);
   return static_cast<size_t>(MakeLayout(problem, kernels, std::max(1, threads)).total);
 }
@@ -183,7 +193,7 @@ Status CpuQuantizedAttention(const QuantizedAttentionArgs& args, const CpuQuanti
   STOF_RETURN_IF_ERROR(CheckForCpu(args, config));
   const AttentionShape& shape = args.attention.shape;
   if (shape.B == 0 || shape.H == 0 || shape.S == 0) return Status();
-  const cpu::QuantizedAttentionKernels& kernels = *cpu::KernelsOf(config.isa).quantized_attention;
+  const cpu::QuantizedAttentionKernels& kernels = KernelsFor(config);
   QuantizedAttentionArgs used = args;
   if (args.has_dynamic_weights) used.weight = Quantization{1.0f, 0, false};
   cpu::QuantizedProblem problem = MakeProblem(used, config, kernels);

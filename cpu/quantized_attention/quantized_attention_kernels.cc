@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantized attention: scores of a tile row as codes, their row sums, then codes of weights times values.
+#define STOF_INT8_MATMULS
 #include "cpu/kernel_table.h"
 #include "cpu/quantized_attention/quantized_attention.h"
 #include "cpu/quantized_attention/weights.h"
@@ -63,15 +64,22 @@ inline EmptyRows PolicyOf(const QuantizedProblem& p) {
   return p.args->attention.shape.T == 0 ? EmptyRows::kZero : p.args->attention.mask.empty_rows;
 }
 
+// Bytes of the depth of the last tile registers, where there are some: what is left of a row of queries.
+inline int LastDepthBytes(const QuantizedProblem& p) {
+  const auto left = static_cast<int>(4 * p.key_words % kWholeDepthBytes);
+  return left > 0 ? left : kWholeDepthBytes;
+}
+
 // Begins a tile row: the scratch, and the queries in it.
 inline TileRows Begin(const QuantizedProblem& p, int64_t item, void* memory, RowScratch* s) {
   MakeScratch(p, static_cast<char*>(memory), s);
   const TileRows rows = RowsOfItem(p, item);
-  PackQueries(p, rows.b, rows.h, rows.first, rows.count, p.m, s->queries, s->row_terms);
+  PackQueries(p, rows.b, rows.h, rows.first, rows.count, s->padded_m, s->queries, s->row_terms);
   return rows;
 }
 
 inline float Measure(const QuantizedProblem& p, int64_t item, void* memory) {
+  const ConfiguredTiles tiles(LastDepthBytes(p));
   RowScratch s;
   const TileRows rows = Begin(p, item, memory, &s);
   const EmptyRows policy = PolicyOf(p);
@@ -97,6 +105,7 @@ inline float Measure(const QuantizedProblem& p, int64_t item, void* memory) {
 }
 
 inline void Attend(const QuantizedProblem& p, int64_t item, void* memory) {
+  const ConfiguredTiles tiles(LastDepthBytes(p));
   RowScratch s;
   const TileRows rows = Begin(p, item, memory, &s);
   RowState states[kMostQuantizedRows];

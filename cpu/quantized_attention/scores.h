@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cpu/quantized_attention/byte_rows.h"
+#include "cpu/quantized_attention/matmuls.h"
 #include "cpu/quantized_attention/tiles.h"
 #include "cpu/simd/convert.h"
 #include "cpu/simd/math.h"
@@ -13,35 +14,6 @@
 namespace stof {
 namespace cpu {
 namespace {
-
-// The products of Int8::kRows rows and the keys of a tile, zero points included: [kRows, keys]. Vectors without a key
-// of `wanted` keep what they have.
-inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t head, int64_t tile, int64_t row,
-                         uint64_t wanted, int32_t* products) {
-  constexpr int kBlock = Int8::kVectors * Int8::kLanes;
-  const int64_t at = head * p.key_tiles + tile, size = 4 * p.key_words;
-  const int8_t* const keys = p.keys + at * kTileKeys * size;
-  const int32_t* const key_terms = p.key_sums + at * kTileKeys;
-  constexpr uint64_t kBlockBits = ~uint64_t{0} >> (kTileKeys - kBlock);
-  for (int c = 0; c < kTileKeys; c += kBlock) {
-    if ((wanted >> c & kBlockBits) == 0) continue;
-    SumBlock<Int8::kVectors> sums;
-#pragma GCC unroll 4
-    for (int v = 0; v < Int8::kVectors; ++v) {
-      const Int8::Sums terms = Int8::Load(key_terms + c + v * Int8::kLanes);
-#pragma GCC unroll 6
-      for (int r = 0; r < Int8::kRows; ++r) sums.of[r][v] = Int8::Add(terms, Int8::Set1(s.row_terms[row + r]));
-    }
-    AddProducts<KeyProducts>(s.queries + row * size, size, keys + 4 * c, kTileKeys * 4, p.key_words, &sums);
-#pragma GCC unroll 6
-    for (int r = 0; r < Int8::kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < Int8::kVectors; ++v) {
-        Int8::Store(products + r * kTileKeys + c + v * Int8::kLanes, sums.of[r][v]);
-      }
-    }
-  }
-}
 
 // ---- unsigned codes ----
 inline float Finite(double x) { return x > 3.4e38 ? 3.4e38f : static_cast<float>(x); }
@@ -103,15 +75,15 @@ inline void FindScoreCodes(const QuantizedProblem& p, const TileRows& rows, cons
   alignas(64) int32_t products[Int8::kRows * kTileKeys] = {};
   const ScoreCodeTables& t = *s.tables;
   const int64_t head = rows.b * p.args->attention.shape.G + rows.g, end = RoundUp(rows.count, Int8::kRows);
-  Fill(s.byte_max, s.byte_max + p.m * kTileKeys, uint8_t{0});
+  Fill(s.byte_max, s.byte_max + s.padded_m * kTileKeys, uint8_t{0});
   for (int64_t i = 0; i < visited; ++i) {
     for (int64_t row = 0; row < end; row += Int8::kRows) {
-      const uint64_t* const allowed = s.allowed + i * p.m + row;
+      const uint64_t* const allowed = s.allowed + i * s.padded_m + row;
       const uint64_t wanted = KeysOfStrip(allowed);
       if (wanted == 0) continue;
       MultiplyTile(p, s, head, s.tiles[i], row, wanted, products);
       for (int r = 0; r < Int8::kRows; ++r) {
-        RoundRow(products + r * kTileKeys, t, allowed[r], s.codes + (i * p.m + row + r) * kTileKeys,
+        RoundRow(products + r * kTileKeys, t, allowed[r], s.codes + (i * s.padded_m + row + r) * kTileKeys,
                  s.byte_max + (row + r) * kTileKeys);
       }
     }
@@ -186,11 +158,11 @@ inline void FindScores(const QuantizedProblem& p, const TileRows& rows, const Ro
   const PairBias& pair_bias = args.attention.scores.bias;
   const FloatScores scores(args);
   const int64_t head = rows.b * args.attention.shape.G + rows.g, end = RoundUp(rows.count, Int8::kRows);
-  Fill(s.float_max, s.float_max + p.m * kWidth, -__builtin_inff());
+  Fill(s.float_max, s.float_max + s.padded_m * kWidth, -__builtin_inff());
   for (int64_t i = 0; i < visited; ++i) {
     const int64_t first = int64_t{s.tiles[i]} * kTileKeys, count = Min(kTileKeys, args.attention.shape.T - first);
     for (int64_t row = 0; row < end; row += Int8::kRows) {
-      const uint64_t* const allowed = s.allowed + i * p.m + row;
+      const uint64_t* const allowed = s.allowed + i * s.padded_m + row;
       const uint64_t wanted = KeysOfStrip(allowed);
       if (wanted == 0) continue;
       MultiplyTile(p, s, head, s.tiles[i], row, wanted, products);
@@ -199,7 +171,7 @@ inline void FindScores(const QuantizedProblem& p, const TileRows& rows, const Ro
         const bool has_bias = pair_bias.data != nullptr;
         if (has_bias) LoadBias(pair_bias, rows, row + r, first, count, bias);
         scores.Of(products + r * kTileKeys, has_bias ? bias : nullptr, allowed[r],
-                  s.scores + (i * p.m + row + r) * kTileKeys, s.float_max + (row + r) * kWidth);
+                  s.scores + (i * s.padded_m + row + r) * kTileKeys, s.float_max + (row + r) * kWidth);
       }
     }
   }

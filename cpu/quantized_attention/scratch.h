@@ -35,8 +35,9 @@ struct StripTile {
 };
 
 // The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows,
-// keys].
+// keys]. m is here padded to whole register blocks.
 struct RowScratch {
+  int64_t padded_m;
   ScoreCodeTables* tables;
   uint8_t* queries;      // [m, words, 4]
   int32_t* row_terms;    // [m]
@@ -65,12 +66,13 @@ struct ScratchLayout {
 // Lays a scratch out at `base`, which may be nullptr: then only the size counts.
 inline int64_t MakeScratch(const QuantizedProblem& p, char* base, RowScratch* s) {
   ScratchLayout layout;
-  const int64_t m = p.m, tiles = p.key_tiles, keys = kTileKeys;
+  const int64_t m = RoundUp(p.m, Int8::kRows), tiles = p.key_tiles, keys = kTileKeys;
   const auto place = [&](auto** to, int64_t count) {
     using T = std::remove_pointer_t<std::remove_reference_t<decltype(*to)>>;
     const int64_t at = layout.Take<T>(count);
     *to = base == nullptr ? nullptr : reinterpret_cast<T*>(base + at);
   };
+  s->padded_m = m;
   place(&s->tables, 1);
   place(&s->queries, m * p.key_words * 4);
   place(&s->row_terms, m);

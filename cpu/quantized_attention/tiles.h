@@ -57,8 +57,8 @@ class KeyTileList {
   int64_t OfAll(uint64_t rows) {
     for (int64_t tile = 0; tile < p_.key_tiles; ++tile) {
       const uint64_t existing = Existing(tile);
-      uint64_t* const allowed = s_.allowed + visited_ * p_.m;
-      for (int64_t i = 0; i < p_.m; ++i) allowed[i] = (rows >> i & 1) != 0 ? existing : 0;
+      uint64_t* const allowed = s_.allowed + visited_ * s_.padded_m;
+      for (int64_t i = 0; i < s_.padded_m; ++i) allowed[i] = (rows >> i & 1) != 0 ? existing : 0;
       s_.tiles[visited_++] = static_cast<int32_t>(tile);
     }
     return visited_;
@@ -83,8 +83,8 @@ class KeyTileList {
     uint64_t existing = Existing(tile);
     if (has_pad && p_.key_bits != nullptr) existing &= p_.key_bits[rows_.b * p_.key_tiles + tile];
     if (existing == 0) return;
-    uint64_t* const allowed = s_.allowed + visited_ * p_.m;
-    for (int64_t i = 0; i < p_.m; ++i) allowed[i] = i < rows_.count ? existing : 0;
+    uint64_t* const allowed = s_.allowed + visited_ * s_.padded_m;
+    for (int64_t i = 0; i < s_.padded_m; ++i) allowed[i] = i < rows_.count ? existing : 0;
     if (bits != nullptr) And(bits, allowed);
     if (!Apply(first, tile, allowed) || !Apply(second, tile, allowed)) return;
     uint64_t any = 0;

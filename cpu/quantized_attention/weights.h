@@ -29,26 +29,26 @@ struct RowSum {
   float LargestWeight() const { return sum > 0.0 ? static_cast<float>(1.0 / sum) : 0.0f; }
 };
 
-inline RowTiles TilesOfRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
-  return {s.codes + row * kTileKeys, s.allowed + row, visited, p.m};
+inline RowTiles TilesOfRow(const RowScratch& s, int64_t row, int64_t visited) {
+  return {s.codes + row * kTileKeys, s.allowed + row, visited, s.padded_m};
 }
 
-inline RowSum SumScoreCodes(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+inline RowSum SumScoreCodes(const RowScratch& s, int64_t row, int64_t visited) {
   RowSum found;
   found.most = MaxOfBytes(s.byte_max + row * kTileKeys);
-  const uint64_t sum = SumExponents(TilesOfRow(p, s, row, visited), *s.tables, found.most);
+  const uint64_t sum = SumExponents(TilesOfRow(s, row, visited), *s.tables, found.most);
   found.sum = static_cast<double>(sum) / 2147483648.0;
   return found;
 }
 
-inline RowSum SumScores(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
+inline RowSum SumScores(const RowScratch& s, int64_t row, int64_t visited) {
   RowSum found;
   const float most = Simd::ReduceMax(Simd::Load(s.float_max + row * kWidth));
   // Of a row without a finite score only NaN counts.
   const V shift = Simd::Set1(most == -__builtin_inff() ? 0.0f : most);
   for (int64_t i = 0; i < visited; ++i) {
-    if (s.allowed[i * p.m + row] == 0) continue;
-    float* const x = s.scores + (i * p.m + row) * kTileKeys;
+    if (s.allowed[i * s.padded_m + row] == 0) continue;
+    float* const x = s.scores + (i * s.padded_m + row) * kTileKeys;
     V sums = Simd::Set1(0.0f);
     for (int k = 0; k < kTileKeys; k += kWidth) {
       const V exponential = ExpOfScore(Simd::Sub(Simd::Load(x + k), shift));
@@ -61,7 +61,7 @@ inline RowSum SumScores(const QuantizedProblem& p, const RowScratch& s, int64_t 
 }
 
 inline RowSum SumRow(const QuantizedProblem& p, const RowScratch& s, int64_t row, int64_t visited) {
-  return p.keeps_codes ? SumScoreCodes(p, s, row, visited) : SumScores(p, s, row, visited);
+  return p.keeps_codes ? SumScoreCodes(s, row, visited) : SumScores(s, row, visited);
 }
 
 // What exponentials are multiplied by to become steps of the weight's rounding.
@@ -77,7 +77,7 @@ inline void RoundWeightCodes(const QuantizedProblem& p, const RowScratch& s, int
   uint8_t table[257];
   const int used = RoundWeightTable(s.tables->weights, factor, weight.zero_code(), table);
   table[256] = static_cast<uint8_t>(weight.zero_code());
-  s.weight_sums[row] = LookWeights(TilesOfRow(p, s, row, visited), table, used, found.most);
+  s.weight_sums[row] = LookWeights(TilesOfRow(s, row, visited), table, used, found.most);
 }
 
 // Codes of weights from exponentials.
@@ -88,12 +88,12 @@ inline void RoundWeights(const QuantizedProblem& p, const RowScratch& s, int64_t
   const bool is_weighted = found.State() == RowState::kWeighted;
   int64_t total = 0;
   for (int64_t i = 0; i < visited; ++i) {
-    uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
-    if (s.allowed[i * p.m + row] == 0 || !is_weighted) {
+    uint8_t* const codes = s.codes + (i * s.padded_m + row) * kTileKeys;
+    if (s.allowed[i * s.padded_m + row] == 0 || !is_weighted) {
       Fill(codes, codes + kTileKeys, static_cast<uint8_t>(zero));
       continue;
     }
-    const float* const x = s.scores + (i * p.m + row) * kTileKeys;
+    const float* const x = s.scores + (i * s.padded_m + row) * kTileKeys;
     int32_t added = 0;
     for (int k = 0; k < kTileKeys; ++k) {
       const float steps = x[k] * factor;
@@ -117,64 +117,13 @@ inline RowState WeighRow(const QuantizedProblem& p, const RowScratch& s, int64_t
 // forbidden keys have factors other than 0: then all words count.
 inline StripTile MakeStripTile(const QuantizedProblem& p, const RowScratch& s, int64_t i, int64_t row) {
   const auto zero = static_cast<uint8_t>(p.args->weight.zero_code());
-  const uint8_t* const codes = s.codes + (i * p.m + row) * kTileKeys;
-  const uint64_t wanted = KeysOfStrip(s.allowed + i * p.m + row);
+  const uint8_t* const codes = s.codes + (i * s.padded_m + row) * kTileKeys;
+  const uint64_t wanted = KeysOfStrip(s.allowed + i * s.padded_m + row);
   if (wanted == 0 || !HasWeights(codes, zero)) return {};
   if (zero != 0 || Int8::kRowOffset != 0) return {LargestLaneSum(codes), 0, kTileKeys / 4};
   const int first = __builtin_ctzll(wanted) / 4, last = (63 - __builtin_clzll(wanted)) / 4;
   return {LargestLaneSum(codes), static_cast<int16_t>(first), static_cast<int16_t>(last - first + 1)};
 }
-
-// The sums of a register block of Int8::kRows rows of weights and kVectors vectors of columns of values.
-template <int kVectors>
-class ValueSums {
- public:
-  __attribute__((always_inline)) ValueSums() {
-    sums_.Clear();
-#if defined(STOF_HAS_SHORT_PRODUCTS)
-    shorts_.Clear();
-#endif
-  }
-  __attribute__((always_inline)) void AddTile(const uint8_t* codes, const StripTile& tile, const int8_t* values,
-                                              int64_t stride) {
-    codes += 4 * tile.first;
-    values += tile.first * stride;
-#if defined(STOF_HAS_SHORT_PRODUCTS)
-    if (tile.lane_sum <= kMostLaneSum) {
-      if (lane_sum_ + tile.lane_sum > kMostLaneSum) Widen();
-      lane_sum_ += tile.lane_sum;
-      AddProducts<ShortProducts>(codes, kTileKeys, values, stride, tile.words, &shorts_);
-      return;
-    }
-#endif
-    AddProducts<ByteProducts>(codes, kTileKeys, values, stride, tile.words, &sums_);
-  }
-  // The sums of 32 bits.
-  __attribute__((always_inline)) const SumBlock<kVectors>& Finish() {
-#if defined(STOF_HAS_SHORT_PRODUCTS)
-    Widen();
-#endif
-    return sums_;
-  }
-
- private:
-  SumBlock<kVectors> sums_;
-#if defined(STOF_HAS_SHORT_PRODUCTS)
-  __attribute__((always_inline)) void Widen() {
-#pragma GCC unroll 6
-    for (int r = 0; r < Int8::kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        sums_.of[r][v] = Int8::Add(sums_.of[r][v], ShortProducts::Widen(shorts_.of[r][v]));
-      }
-    }
-    shorts_.Clear();
-    lane_sum_ = 0;
-  }
-  SumBlock<kVectors> shorts_;
-  int32_t lane_sum_ = 0;  // of tiles in shorts_
-#endif
-};
 
 // The outputs of Int8::kRows rows for kVectors vectors of columns from `column` on: [kRows, columns] in s.sums, in
 // units of the scales of weights and values.
@@ -194,17 +143,16 @@ void MultiplyValues(const QuantizedProblem& p, const RowScratch& s, int64_t head
       const StripTile& strip_tile = s.strip[i];
       if (strip_tile.words == 0) continue;
       const int64_t tile = head * p.key_tiles + s.tiles[i];
-      added.AddTile(s.codes + (i * p.m + row) * kTileKeys, strip_tile,
+      added.AddTile(s.codes + (i * s.padded_m + row) * kTileKeys, strip_tile,
                     p.values + tile * kTileKeys * p.dv_padded + 4 * column, stride);
       if (moved_zero == 0) continue;
       const int32_t* const values = p.value_sums + tile * p.dv_padded + column;
       for (int c = 0; c < kColumns; ++c) terms[c] -= moved_zero * values[c];
     }
-    const SumBlock<kVectors>& block = added.Finish();
+    added.Finish();
 #pragma GCC unroll 6
     for (int r = 0; r < Int8::kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) Int8::Store(sums + v * Int8::kLanes, block.of[r][v]);
+      added.StoreRow(r, sums);
       float* const to = s.sums + r * kColumns;
       for (int c = 0; c < kColumns && moved_zero != 0; ++c) sums[c] += terms[c];
       if (begin == 0) {

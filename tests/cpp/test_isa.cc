@@ -12,6 +12,7 @@
 #include "cpu/tile_permission.h"
 #include "cpu/x86_features.h"
 #include "plugins/core/c_api/c_api.h"
+#include "plugins/core/contract/quantized_attention.h"
 #include "tests/cpp/check.h"
 
 namespace stof::test {
@@ -63,7 +64,8 @@ TEST(ASetOfAnotherArchitectureLimitsNothing) {
   const CpuIsa best = BestCpuIsaAtMost("");
   CHECK(IsCpuIsaSupported(best) && BestCpuIsaAtMost("portable") == CpuIsa::kPortable);
   CHECK(BestCpuIsaAtMost(CpuIsaName(best)) == best && BestCpuIsaAtMost("none") == best);
-  const char* const x86[] = {"avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_bf16", "amx_bf16"};
+  const char* const x86[] = {"avx2",        "avx_vnni",    "avx512",   "avx512_vnni",
+                             "avx512_vbmi", "avx512_bf16", "amx_int8", "amx_bf16"};
   const char* const arm[] = {"neon", "neon_dotprod", "neon_bf16"};
 #if defined(__x86_64__)
   for (const char* name : arm) CHECK(BestCpuIsaAtMost(name) == best, name);
@@ -130,18 +132,38 @@ TEST(Bf16KernelsOfEachSet) {
   int kernels = 0;
   for (int i = 0; i <= static_cast<int>(CpuIsa::kNeonBf16); ++i) {
     const auto isa = static_cast<CpuIsa>(i);
-    if (!IsCpuIsaSupported(isa) && isa != CpuIsa::kAmxBf16) continue;
+    const bool has_tiles = isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16;
+    if (!IsCpuIsaSupported(isa) && !has_tiles) continue;
     const std::optional<CpuIsa> found = IsaOfBf16Kernels(isa);
     CHECK(found.has_value() == (cpu::KernelsOf(isa).attention_bf16 != nullptr), CpuIsaName(isa));
     if (!found.has_value()) continue;
     ++kernels;
-    // Without the permission for tiles the set before runs.
-    CHECK(*found == isa || (isa == CpuIsa::kAmxBf16 && !cpu::MayUseTiles() && *found == CpuIsa::kAvx512Bf16),
-          CpuIsaName(isa), ": ", CpuIsaName(*found));
+    // Without the permission for tiles the set before them runs.
+    const bool runs_own = !has_tiles || (isa == CpuIsa::kAmxBf16 && cpu::MayUseTiles());
+    CHECK(*found == (runs_own ? isa : CpuIsa::kAvx512Bf16), CpuIsaName(isa), ": ", CpuIsaName(*found));
   }
   const std::optional<CpuIsa> best = IsaOfBf16Kernels(BestCpuIsa());
   CHECK(std::string(stof_cpu_bf16_kernel()) == (best.has_value() ? CpuIsaName(*best) : ""));
   CountCases(kernels + 1);
+}
+
+TEST(QuantizedAttentionKernelsOfEachSet) {
+  const auto kernels_of = [](CpuIsa isa) { return cpu::KernelsOf(isa).quantized_attention; };
+  for (int i = 0; i <= static_cast<int>(CpuIsa::kNeonBf16); ++i) {
+    const auto isa = static_cast<CpuIsa>(i);
+    const bool has_tiles = isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16;
+    if (!IsCpuIsaSupported(isa) && !has_tiles) continue;
+    const CpuIsa found = IsaOfQuantizedAttention(isa);
+    // Without the permission for tiles, those of avx512_bf16 run, which are those of avx512_vbmi.
+    const CpuIsa expected = has_tiles && !cpu::MayUseTiles() ? CpuIsa::kAvx512Bf16 : isa;
+    CHECK(found <= isa && kernels_of(found) == kernels_of(expected), CpuIsaName(isa), ": ", CpuIsaName(found));
+    CHECK(kernels_of(found) != nullptr && IsaOfQuantizedAttention(found) == found);
+  }
+  const bool has_own = kernels_of(CpuIsa::kAmxInt8) != kernels_of(CpuIsa::kAvx512Bf16);
+  CHECK(has_own == (kernels_of(CpuIsa::kAvx512Vbmi) != kernels_of(CpuIsa::kAvx512Vnni)), "compiled where AVX-512 is");
+  CHECK(kernels_of(CpuIsa::kAmxBf16) == kernels_of(CpuIsa::kAmxInt8));
+  CHECK(std::string(stof_cpu_quantized_attention_kernel()) == CpuIsaName(IsaOfQuantizedAttention(BestCpuIsa())));
+  CountCases(static_cast<int>(CpuIsa::kNeonBf16) + 1);
 }
 
 }  // namespace

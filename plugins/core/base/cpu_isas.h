@@ -12,7 +12,8 @@
 #define STOF_HAS_AVX512_VNNI STOF_HAS_X86("avx512vnni") && STOF_HAS_AVX512
 #define STOF_HAS_AVX512_VBMI STOF_HAS_X86("avx512vbmi") && STOF_HAS_AVX512_VNNI
 #define STOF_HAS_AVX512_BF16 STOF_HAS_X86("avx512bf16") && STOF_HAS_AVX512_VBMI
-#define STOF_HAS_AMX_BF16 STOF_HAS_X86("amx-tile") && STOF_HAS_X86("amx-bf16") && STOF_HAS_AVX512_BF16
+#define STOF_HAS_AMX_INT8 STOF_HAS_X86("amx-tile") && STOF_HAS_X86("amx-int8") && STOF_HAS_AVX512_BF16
+#define STOF_HAS_AMX_BF16 STOF_HAS_X86("amx-bf16") && STOF_HAS_AMX_INT8
 #define STOF_HAS_NEON STOF_HAS_ARM("neon")
 #define STOF_HAS_NEON_DOTPROD STOF_HAS_ARM("dotprod")
 #define STOF_HAS_NEON_BF16 STOF_HAS_ARM("bf16") && STOF_HAS_NEON_DOTPROD
@@ -30,6 +31,7 @@
   ISA(kAvx512Vnni, avx512_vnni, STOF_HAS_AVX512_VNNI)    \
   ISA(kAvx512Vbmi, avx512_vbmi, STOF_HAS_AVX512_VBMI)    \
   ISA(kAvx512Bf16, avx512_bf16, STOF_HAS_AVX512_BF16)    \
+  ISA(kAmxInt8, amx_int8, STOF_HAS_AMX_INT8)             \
   ISA(kAmxBf16, amx_bf16, STOF_HAS_AMX_BF16)             \
   ISA(kNeon, neon, STOF_HAS_NEON)                        \
   ISA(kNeonDotprod, neon_dotprod, STOF_HAS_NEON_DOTPROD) \

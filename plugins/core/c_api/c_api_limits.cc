@@ -8,6 +8,7 @@
 #include "plugins/core/c_api/c_api.h"
 #include "plugins/core/contract/bf16_kernels.h"
 #include "plugins/core/contract/op.h"
+#include "plugins/core/contract/quantized_attention.h"
 #include "plugins/core/host/fork_guard.h"
 
 namespace {
@@ -88,4 +89,8 @@ extern "C" const char* stof_op_limits(void) {
 extern "C" const char* stof_cpu_bf16_kernel(void) {
   const std::optional<stof::CpuIsa> isa = stof::IsaOfBf16Kernels(stof::BestCpuIsa());
   return isa.has_value() ? stof::CpuIsaName(*isa) : "";
+}
+
+extern "C" const char* stof_cpu_quantized_attention_kernel(void) {
+  return stof::CpuIsaName(stof::IsaOfQuantizedAttention(stof::BestCpuIsa()));
 }

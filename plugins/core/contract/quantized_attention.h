@@ -41,6 +41,9 @@ struct CpuQuantizedAttentionConfig {
   int m = 0;  // query rows of a tile
   int n = 0;  // keys of a tile
 };
+// The set whose kernels run where `isa` is the best that may: the best one up to it that has kernels of its own. Those
+// of AMX need a permission of the process, which is asked for here; where it is refused, the set before.
+CpuIsa IsaOfQuantizedAttention(CpuIsa isa);
 // The tile that suits the problem; the block mask has exactly this tile.
 CpuQuantizedAttentionConfig ChooseCpuQuantizedAttention(const QuantizedAttentionArgs& args);
 // Where no block mask is given, all keys count.

@@ -91,13 +91,17 @@ inline float Bf16OfTile(const unsigned char* at) {
   std::memcpy(&x, &bits, 4);
   return FlushOfTiles(x);
 }
-inline void MultiplyTiles(int sum, int left, int right) {
+inline void ExpectFactors(int sum, int left, int right) {
   ExpectTile(sum), ExpectTile(left), ExpectTile(right);
-  EmulatedTiles& tiles = TilesOfThread();
+  const EmulatedTiles& tiles = TilesOfThread();
   ExpectOfTiles(sum != left && sum != right && left != right, "the tiles of a product differ");
   ExpectOfTiles(tiles.rows[sum] == tiles.rows[left] && tiles.bytes[sum] == tiles.bytes[right] &&
                     tiles.bytes[left] == 4 * tiles.rows[right],
                 "the sizes of a product's tiles do not go together");
+}
+inline void MultiplyBf16Tiles(int sum, int left, int right) {
+  ExpectFactors(sum, left, right);
+  EmulatedTiles& tiles = TilesOfThread();
   for (int m = 0; m < tiles.rows[sum]; ++m) {
     for (int n = 0; n < tiles.bytes[sum] / 4; ++n) {
       float even = 0, odd = 0, total = 0;
@@ -114,6 +118,25 @@ inline void MultiplyTiles(int sum, int left, int right) {
     }
   }
 }
+// Of unsigned bytes on the left and signed ones on the right. Sums wrap around, as those of the processor.
+inline void MultiplyByteTiles(int sum, int left, int right) {
+  ExpectFactors(sum, left, right);
+  EmulatedTiles& tiles = TilesOfThread();
+  for (int m = 0; m < tiles.rows[sum]; ++m) {
+    uint32_t totals[EmulatedTiles::kMostBytes / 4];
+    std::memcpy(totals, tiles.data[sum][m], sizeof totals);
+    for (int k = 0; k < tiles.rows[right]; ++k) {
+      const unsigned char* const a = tiles.data[left][m] + 4 * k;
+      int8_t b[EmulatedTiles::kMostBytes];
+      std::memcpy(b, tiles.data[right][k], sizeof b);
+      for (int n = 0; n < tiles.bytes[sum] / 4; ++n) {
+        const int32_t four = a[0] * b[4 * n] + a[1] * b[4 * n + 1] + a[2] * b[4 * n + 2] + a[3] * b[4 * n + 3];
+        totals[n] += static_cast<uint32_t>(four);
+      }
+    }
+    std::memcpy(tiles.data[sum][m], totals, static_cast<size_t>(tiles.bytes[sum]));
+  }
+}
 
 }  // namespace
 }  // namespace stof::test
@@ -122,11 +145,13 @@ inline void MultiplyTiles(int sum, int left, int right) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 #define _tile_loadconfig(memory) ::stof::test::LoadTileConfig(memory)
 #define _tile_release() ::stof::test::ReleaseTiles()
 #define _tile_zero(tile) ::stof::test::ZeroTile(tile)
 #define _tile_loadd(tile, base, step) ::stof::test::LoadTile(tile, base, step)
 #define _tile_stored(tile, base, step) ::stof::test::StoreTile(tile, base, step)
-#define _tile_dpbf16ps(sum, left, right) ::stof::test::MultiplyTiles(sum, left, right)
+#define _tile_dpbf16ps(sum, left, right) ::stof::test::MultiplyBf16Tiles(sum, left, right)
+#define _tile_dpbusd(sum, left, right) ::stof::test::MultiplyByteTiles(sum, left, right)
 
 #endif  // STOF_TESTS_CPP_EMULATED_TILES_IMMINTRIN_H_

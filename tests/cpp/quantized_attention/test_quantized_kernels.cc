@@ -196,6 +196,29 @@ TEST(QuantizedAttentionAgainstIntegersAndFp64) {
   CountCases(cases);
 }
 
+// Where scores are kept as codes, all sums up to the outputs are integers.
+TEST(QuantizedAttentionGivesTheSameBitsByEverySet) {
+  const int cases = Cases(200);
+  int64_t compared = 0;
+  for (int seed = 2000; seed < 2000 + cases; ++seed) {
+    Random random(static_cast<uint64_t>(seed));
+    const std::unique_ptr<Drawn> drawn = Draw(&random);
+    const QuantizedAttentionArgs& args = drawn->args;
+    const bool has_rounding = args.score.given() || args.scaled_score.given() || args.biased_score.given();
+    if (!has_rounding || args.attention.scores.bias.data != nullptr || drawn->output.empty()) continue;
+    std::vector<float> first;
+    for (const CpuIsa isa : IsasOfThisMachine()) {
+      RunKernel(isa, 1, drawn.get());
+      if (first.empty()) first = drawn->output;
+      CHECK(std::memcmp(first.data(), drawn->output.data(), 4 * first.size()) == 0, "seed ", seed, Describe(*drawn),
+            ", ", CpuIsaName(isa));
+      ++compared;
+    }
+  }
+  CHECK(compared > cases / 4, compared, " of ", cases, ": the test compares little");
+  CountCases(compared);
+}
+
 // The sums of weights and values go beyond 32 bits.
 TEST(QuantizedAttentionOverManyKeys) {
   Drawn drawn;

@@ -17,6 +17,7 @@ from stof.errors import ArgumentError
 from stof.options import Options
 from stof.runtime.cuda import device_info
 from stof.runtime.library import LibraryError
+from stof.runtime.quantized_attention_kernel import cpu_quantized_attention_kernel
 from stof.targets import CPU, CUDA, TENSORRT, Target
 from stof.tuning_cache import EarlierMeasurements
 
@@ -56,7 +57,11 @@ class AttentionKernels:
 
     def estimate_gain(self, problem: SiteProblem, length: int) -> GainEstimate:
         """The estimated gain over the runtime's own nodes at S = T = ``length``."""
-        return cost_cpu.estimate_gain(problem, length, self.isa)
+        return cost_cpu.estimate_gain(problem, length, self.isa_of(problem))
+
+    def isa_of(self, problem: SiteProblem) -> str:
+        """The instruction set whose kernels run a problem; of attention in fp32 the best one of the machine."""
+        return (cpu_quantized_attention_kernel() if problem.roundings else "") or self.isa
 
     def reason_to_leave(self, problem: SiteProblem, estimates: Sequence[GainEstimate]) -> str:
         """Why an attention is better left as it is, from the estimates at the lengths in use; empty when it is not."""
@@ -65,7 +70,7 @@ class AttentionKernels:
 
     def kernel(self, problem: SiteProblem, use: Use) -> tuple[str, str]:
         """What runs a problem, for people, and the operator's hint ``kernel``."""
-        return f"cpu block-wise {self.isa}".rstrip(), ""
+        return f"cpu block-wise {self.isa_of(problem)}".rstrip(), ""
 
 
 class CudaAttentionKernels(AttentionKernels):

@@ -37,8 +37,10 @@ _TIMES = {
     "avx512_vnni": IsaTimes(0.0020, 0.50, 0.002),
     "avx512_vbmi": IsaTimes(0.0020, 0.37, 0.002),
 }
-# Not measured: runtime_multiply below VNNI, which follows from issue counts; AArch64, which takes the times of avx512_vnni.
+# Not measured: runtime_multiply below VNNI, which follows from issue counts; amx_int8 and AArch64, which take the times of
+# avx512_vnni. With AMX the runtime's matmuls are faster, too.
 _OTHERS = _TIMES["avx512_vnni"]
+# The sets that earlier libraries name, which have no kernels of their own for it.
 _LIKE_VBMI = ("avx512_bf16", "amx_bf16")
 _RUNTIME_PASSES = 1.25
 # Weights rounded by their range: the operator computes scores twice, the runtime passes over scores and weights in fp32.

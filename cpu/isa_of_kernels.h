@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instruction set whose kernels of an operator run, given the best set that is allowed.
+#ifndef STOF_CPU_ISA_OF_KERNELS_H_
+#define STOF_CPU_ISA_OF_KERNELS_H_
+
+#include <optional>
+
+#include "cpu/isa.h"
+#include "cpu/kernel_table.h"
+#include "cpu/tile_permission.h"
+
+namespace stof {
+namespace cpu {
+
+// The best set up to `isa` that has kernels of its own in this member of the table; none where the table has none.
+// Those of AMX need a permission of the process, which is asked for here; where it is refused, the set before them.
+template <typename Kernels>
+std::optional<CpuIsa> FindIsaOfKernels(CpuIsa isa, const Kernels* KernelTable::* kernels) {
+  const Kernels* const own = KernelsOf(isa).*kernels;
+  if (own == nullptr) return std::nullopt;
+  // Sets without kernels of their own have those of the set before.
+  while (static_cast<int>(isa) > 0) {
+    const auto before = static_cast<CpuIsa>(static_cast<int>(isa) - 1);
+    if (KernelsOf(before).*kernels != own) break;
+    isa = before;
+  }
+  const bool has_tiles = isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16;
+  if (!has_tiles || MayUseTiles()) return isa;
+  return FindIsaOfKernels(CpuIsa::kAvx512Bf16, kernels);
+}
+
+}  // namespace cpu
+}  // namespace stof
+#endif  // STOF_CPU_ISA_OF_KERNELS_H_
