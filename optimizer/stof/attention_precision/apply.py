@@ -73,7 +73,7 @@ def _report_attentions(report: Report, job: Job, stages: Sequence[Stage]) -> Pre
 
 def _find_gemms(job: Job, model: onnx.ModelProto, facts: Symbolic) -> FoundGemms | None:
     """The matmuls by constant weights; None where options or the library leave these to the runtime."""
-    return find_gemms(model, facts) if job.options.products and has_cpu_gemm() else None
+    return find_gemms(model, facts, job.source.parent) if job.options.products and has_cpu_gemm() else None
 
 
 def _report_gemms(gemms: FoundGemms | None, job: Job, precision: Precision) -> GemmReport:

@@ -111,7 +111,7 @@ def _load(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
 def _with_outputs(found: FoundGemms, names: Collection[str]) -> onnx.ModelProto:
     """The model with tensors as outputs."""
     extended = onnx.ModelProto()
-    extended.CopyFrom(found.graph.model)
+    extended.CopyFrom(found.model)  # plain forms of Gemm nodes compute the same
     declared = {v.name for v in (*extended.graph.output, *extended.graph.input)}
     for name in sorted(set(names) - declared):
         extended.graph.output.append(helper.make_tensor_value_info(name, found.graph.symbolic.dtype(name), None))

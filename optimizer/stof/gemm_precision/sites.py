@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import onnx
 
@@ -15,6 +16,7 @@ from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.gemm import MATMUL_OPS, FusedGemm, is_fusable_matmul
 from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import build_chain
+from stof.gemm_precision.plain_gemms import PlainGemms, find_plain_gemms
 from stof.graph.index import all_nodes, domain_of, opset_of
 from stof.graph.names import FreshNames
 from stof.runtime.library import cpu_gemm_form
@@ -51,10 +53,14 @@ class FoundGemms:
     """The GEMMs of a model.
 
     Attributes:
-        graph: in which they were found.
+        model: as the ops have written it.
+        plain: the plain forms of its Gemm nodes.
+        graph: the model with these forms, in which the GEMMs were found.
         sites: in the order of the graph.
     """
 
+    model: onnx.ModelProto
+    plain: PlainGemms
     graph: FusionGraph
     sites: tuple[GemmSite, ...]
 
@@ -70,7 +76,7 @@ class FoundGemms:
             if key not in reasons:
                 reasons[key] = self._why_wrong(site.chain)
             sites.append(replace(site, chain=None, reason=reasons[key]) if reasons[key] else site)
-        return FoundGemms(self.graph, tuple(sites))
+        return replace(self, sites=tuple(sites))
 
     def _why_wrong(self, chain: FusedGemm) -> str:
         try:
@@ -80,17 +86,21 @@ class FoundGemms:
         return ""
 
 
-def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
+def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGemms:
     """The matmuls of a model's main graph by constant weights.
 
     Args:
         model: as the ops have written it.
         facts: of it.
+        folder: of its external data.
     """
-    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True)
-    graph = FusionGraph(model, facts, policy, ShapeReads.AS_IN_GRAPH)
     # A plan's choice was measured in fp32, of all matmuls together.
     has_gemms = any(n.op_type == GEMM for n in all_nodes(model.graph.node))
+    plain = PlainGemms({}, {}) if has_gemms else find_plain_gemms(model, _LEAST_WEIGHTS, folder)
+    prepared = plain.put(model, plain.forms)
+    facts = facts if prepared is model else Symbolic(prepared)
+    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True)
+    graph = FusionGraph(prepared, facts, policy, ShapeReads.AS_IN_GRAPH)
     names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
     outputs = {v.name for v in model.graph.output}
     for index, node in enumerate(graph.nodes):
@@ -101,7 +111,7 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
             continue
         if not [*graph.consumers(index), *outputs.intersection(node.output)]:  # nobody reads it
             continue
-        chain = _HAS_GEMMS if has_gemms else _choose_epilogue(graph, index, taken)
+        chain = _HAS_GEMMS if has_gemms else plain.reasons.get(index) or _choose_epilogue(graph, index, taken)
         shape = facts.shape(node.input[1]) or ()
         weights = " x ".join(map(str, shape))
         name = names.make(node.name or node.output[0])
@@ -111,7 +121,7 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
             continue
         taken.update(chain.region.node_indices)
         sites.append(GemmSite(name, graph.operator_names(chain.region.node_indices), weights, chain))
-    return FoundGemms(graph, tuple(sites))
+    return FoundGemms(model, plain, graph, tuple(sites))
 
 
 def _why_small(shape: Sequence[Int]) -> str:
