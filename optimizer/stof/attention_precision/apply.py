@@ -28,7 +28,7 @@ from stof.runtime.library import has_cpu_gemm
 from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.precision_report import PrecisionReport, count_attentions
 from stof.sparsify.threshold_report import OutputCosines
-from stof.stages import Stage, find_model_inputs
+from stof.stages import Stage, find_model_inputs, typed_attributes_to_run
 from stof.symbolic import Symbolic
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
@@ -186,7 +186,8 @@ def _measure_cosines(
     """
     every = list(range(sets.count))
     try:
-        meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+        typed = typed_attributes_to_run(job.model, stages)
+        meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder, typed)
     finally:
         release_sessions()
     found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())

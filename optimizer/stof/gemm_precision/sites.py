@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
+from onnx import TensorProto
 
 from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
-from stof.fusion.emit import GEMM, ChainSignature, chain_signature
+from stof.fusion.emit import GEMM, ChainSignature, chain_signature, select_common_types
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.gemm import MATMUL_OPS, FusedGemm, is_fusable_matmul
 from stof.fusion.policy import ChainPolicy, ShapeReads
@@ -99,7 +100,7 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGe
     plain = PlainGemms({}, {}) if has_gemms else find_plain_gemms(model, _LEAST_WEIGHTS, folder)
     prepared = plain.put(model, plain.forms)
     facts = facts if prepared is model else Symbolic(prepared)
-    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True)
+    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True, has_half_cpu_gemm=True)
     graph = FusionGraph(prepared, facts, policy, ShapeReads.AS_IN_GRAPH)
     names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
     outputs = {v.name for v in model.graph.output}
@@ -121,7 +122,20 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGe
             continue
         taken.update(chain.region.node_indices)
         sites.append(GemmSite(name, graph.operator_names(chain.region.node_indices), weights, chain))
-    return FoundGemms(model, plain, graph, tuple(sites))
+    return FoundGemms(model, plain, graph, _with_common_type(sites))
+
+
+def _with_common_type(sites: Sequence[GemmSite]) -> tuple[GemmSite, ...]:
+    """The same; those of another type than most have a reason: all StofGemm share a function, whose result has one type."""
+    chains = [site.chain for site in sites if site.chain is not None]
+    fitting, types = select_common_types(chains)
+    kept = {chain.region for chain in fitting}
+    name = TensorProto.DataType.Name(types[0]).lower() if types else ""
+    reason = f"most matmuls by constant weights are {name}, and all that become StofGemm have one type"
+    return tuple(
+        site if site.chain is None or site.chain.region in kept else replace(site, chain=None, reason=reason)
+        for site in sites
+    )
 
 
 def _why_small(shape: Sequence[Int]) -> str:
