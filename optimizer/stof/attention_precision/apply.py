@@ -49,7 +49,7 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     if job.options.eight_bits:
         return report_eight_bits(report, job, stages)
     found = _report_attentions(report, job, stages)
-    if found is not None and any(s.decided.has_replaced for s in stages):
+    if found is not None and stages:
         found.gemms = _report_gemms(_find_gemms(job, stages[-1].written, stages[-1].facts), job, found.precision)
     return found
 
