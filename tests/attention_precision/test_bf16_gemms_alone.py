@@ -172,3 +172,39 @@ def test_models_without_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[st
     g = LayerGraph()
     run(tmp_path, g.save(tmp_path / "model.onnx", g.add("Relu", ["x"])), "--allow-bf16")
     assert "neither an attention nor a matmul by a constant weight" in capsys.readouterr().out
+
+
+@REAL
+def test_matmuls_in_subgraphs_have_a_reason(tmp_path: Path) -> None:
+    """Those of branches stay, by outer weights and by their own; the one of the main graph is taken."""
+    g = LayerGraph()
+    main = g.linear("x", HIDDEN, HIDDEN)
+    outer, condition = (
+        g.weight(HIDDEN, HIDDEN),
+        g.add("Greater", [g.add("ReduceSum", ["x"], keepdims=0), g.constant(0.0)]),
+    )
+    own = numpy_helper.from_array(np.eye(HIDDEN, dtype=np.float32), "own")
+    info = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node("MatMul", [main, weight], ["y"], name=f"{name}/MatMul")], name, [], [info], stored
+        )
+        for name, weight, stored in (("then", outer, []), ("else", "own", [own]))
+    }
+    g.nodes.append(helper.make_node("If", [condition], ["result"], name="choose", **branches))
+    model = g.save(tmp_path / "model.onnx", "result")
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert status == 0
+    rows = report["attention_precision"]["gemms"]["rows"]
+    assert [(row["node"], row["reduced"]) for row in rows] == [
+        ("MatMul_0", True),
+        ("else/MatMul", False),
+        ("then/MatMul", False),
+    ]
+    words = "it lies in {}_branch of If node 'choose', where errors of GEMMs cannot be measured"
+    assert [row["reason"] for row in rows[1:]] == [words.format("else"), words.format("then")]
+    assert len(gemms_of(target)) == 1
+    x = np.random.default_rng(6).standard_normal((1, 9, HIDDEN)).astype(np.float32)
+    for sign in (1, -1):
+        wanted = compute(model, sign * x, library=False)
+        assert np.abs(compute(target, sign * x) - wanted).max() < 0.02 * np.abs(wanted).max()

@@ -44,7 +44,7 @@ class GemmCase:
         random = np.random.default_rng(len(self.attributes) + self.columns)
         g = LayerGraph()
         shape = (self.columns, self.inner) if self.is_transposed else (self.inner, self.columns)
-        weight = (random.standard_normal(shape) * self.inner**-0.5 * factor).astype(np.float32)
+        weight = (random.standard_normal(shape) * max(self.inner, 1) ** -0.5 * factor).astype(np.float32)
         bias = None if self.bias is None else (random.standard_normal(self.bias) * factor).astype(np.float32)
         g.weights.append(numpy_helper.from_array(weight, "weight"))
         inputs = ["rows", "weight"]
@@ -125,6 +125,17 @@ def test_transposed_weights_around_edges_of_tiles(columns: int, tmp_path: Path) 
 @pytest.mark.parametrize(("inner", "columns"), [(1, 16384), (2, 8200), (700, 24), (683, 25)])
 def test_narrow_and_shallow_weights(inner: int, columns: int, tmp_path: Path) -> None:
     check(GemmCase(columns, inner), tmp_path)
+
+
+@REAL
+@pytest.mark.parametrize(("inner", "columns"), [(0, 200), (HIDDEN, 0)])
+def test_weights_without_elements(inner: int, columns: int, tmp_path: Path) -> None:
+    """They stay: there is nothing to gain."""
+    model, *_ = GemmCase(columns, inner, bias=(columns,)).write(tmp_path)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert row["reason"] == "a weight of 0 elements, expected 16384: nothing to gain"
 
 
 @REAL

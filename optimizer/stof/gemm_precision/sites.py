@@ -18,10 +18,11 @@ from stof.fusion.gemm import MATMUL_OPS, FusedGemm, is_fusable_matmul
 from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import build_chain
 from stof.gemm_precision.plain_gemms import PlainGemms, find_plain_gemms
+from stof.gemm_precision.subgraphs import find_subgraph_matmuls
 from stof.graph.index import all_nodes, domain_of, opset_of
 from stof.graph.names import FreshNames
 from stof.runtime.library import cpu_gemm_form
-from stof.symbolic import Int, Symbolic
+from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.rules.movement_helpers import element_count
 
 _LEAST_WEIGHTS = 1 << 14  # elements of a weight: rounding the other factor takes as long as a smaller one's matmul
@@ -88,7 +89,7 @@ class FoundGemms:
 
 
 def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGemms:
-    """The matmuls of a model's main graph by constant weights.
+    """The matmuls of a model by constant weights; those of subgraphs have a reason why they stay.
 
     Args:
         model: as the ops have written it.
@@ -112,17 +113,28 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGe
             continue
         if not [*graph.consumers(index), *outputs.intersection(node.output)]:  # nobody reads it
             continue
-        chain = _HAS_GEMMS if has_gemms else plain.reasons.get(index) or _choose_epilogue(graph, index, taken)
         shape = facts.shape(node.input[1]) or ()
         weights = " x ".join(map(str, shape))
         name = names.make(node.name or node.output[0])
-        reason = chain if isinstance(chain, str) else _why_small(shape)
-        if isinstance(chain, str) or reason:
-            sites.append(GemmSite(name, node.op_type, weights, reason=reason))
+        reason = _HAS_GEMMS if has_gemms else _why_small(shape) or plain.reasons.get(index, "")
+        chain = reason or _choose_epilogue(graph, index, taken)
+        if isinstance(chain, str):
+            sites.append(GemmSite(name, node.op_type, weights, reason=chain))
             continue
         taken.update(chain.region.node_indices)
         sites.append(GemmSite(name, graph.operator_names(chain.region.node_indices), weights, chain))
-    return FoundGemms(model, plain, graph, _with_common_type(sites))
+    return FoundGemms(model, plain, graph, (*_with_common_type(sites), *_sites_of_subgraphs(model.graph, names)))
+
+
+def _sites_of_subgraphs(graph: onnx.GraphProto, names: FreshNames) -> list[GemmSite]:
+    """The matmuls of subgraphs, none of which is replaced: a run gives no tensors from which their errors could be measured."""
+    sites = []
+    for found in find_subgraph_matmuls(graph):
+        shape = [integer(d) for d in found.weight.dims]
+        reason = _why_small(shape) or f"it lies in {found.subgraph}, where errors of GEMMs cannot be measured"
+        name = names.make(found.node.name or found.node.output[0])
+        sites.append(GemmSite(name, found.node.op_type, " x ".join(map(str, shape)), reason=reason))
+    return sites
 
 
 def _with_common_type(sites: Sequence[GemmSite]) -> tuple[GemmSite, ...]:
