@@ -283,3 +283,19 @@ def test_plans_name_transposed_gemms(tmp_path: Path) -> None:
     status, target, _ = run(tmp_path, model, "--allow-bf16", "--plan", str(plan), "--no-verify")
     assert status == 0
     assert len(gemms_of(target)) == 1
+
+
+@REAL
+def test_a_weight_that_a_node_transposes(tmp_path: Path) -> None:
+    """A Transpose of a constant is constant: both matmuls are taken, and the runtime folds it before weights are packed."""
+    model, weight, _ = GemmCase(HIDDEN, attributes=()).write(tmp_path)
+    add_reader(model, "MatMul", ["rows", "turned"])
+    loaded = onnx.load(model)
+    loaded.graph.node.insert(0, helper.make_node("Transpose", ["weight"], ["turned"], perm=[1, 0]))
+    onnx.save(loaded, model)
+    _, target, report = run(tmp_path, model, "--allow-bf16")
+    assert [row["reduced"] for row in report["attention_precision"]["gemms"]["rows"]] == [True, True]
+    rows = np.random.default_rng(5).standard_normal((_ROWS, HIDDEN)).astype(np.float32)
+    for output, matrix in (("y", weight), ("z", weight.T)):
+        exact = rounded(rows) @ rounded(matrix)
+        assert np.abs(compute(target, rows, library=True, output=output) - exact).max() < 1e-5 * np.abs(exact).max()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/gemm/gemm_weights.h"
+#include "plugins/core/ops/gemm/gemm_weights.h"
 
 #include <string>
 #include <utility>

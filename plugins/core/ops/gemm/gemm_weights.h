@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The constant weights of a StofGemm node, packed for the CPU.
-#ifndef STOF_PLUGINS_CORE_GEMM_GEMM_WEIGHTS_H_
-#define STOF_PLUGINS_CORE_GEMM_GEMM_WEIGHTS_H_
+#ifndef STOF_PLUGINS_CORE_OPS_GEMM_GEMM_WEIGHTS_H_
+#define STOF_PLUGINS_CORE_OPS_GEMM_GEMM_WEIGHTS_H_
 
 #include <cstdint>
 #include <limits>
@@ -52,4 +52,4 @@ class GemmWeights {
 };
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_GEMM_GEMM_WEIGHTS_H_
+#endif  // STOF_PLUGINS_CORE_OPS_GEMM_GEMM_WEIGHTS_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/ops/gemm.h"
+#include "plugins/core/ops/gemm/gemm.h"
 
 #include <algorithm>
 #include <limits>
@@ -10,8 +10,8 @@
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/gemm/gemm.h"
-#include "plugins/core/gemm/gemm_weights.h"
 #include "plugins/core/ops/attribute_checks.h"
+#include "plugins/core/ops/gemm/gemm_weights.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
