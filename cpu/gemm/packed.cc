@@ -28,32 +28,49 @@ bool CpuPackedWeights::DoesPay(CpuIsa isa, int64_t N, int64_t K) {
   return N > 0 && K > 0 && RoundUp(N, cpu::KernelsOf(isa).packed_gemm->vector) <= 2 * N;
 }
 
-template <typename Kernels, typename T>
-bool CpuPackedWeights::PackPanels(const Kernels& kernels, const float* b0, const float* b1, int64_t stride, int64_t N,
-                                  int64_t depth) {
-  const int64_t padded = RoundUp(N, kernels.vector);
+template <typename Kernels, typename T, typename PackPanel>
+bool CpuPackedWeights::PackPanels(const Kernels& kernels, const Factors& factors, int64_t depth,
+                                  const PackPanel& pack) {
+  const int64_t padded = RoundUp(N_, kernels.vector);
   if (!Allocate(padded * count_ * depth * static_cast<int64_t>(sizeof(T)))) return false;
   auto* to = reinterpret_cast<T*>(panels_.get());
-  for (int64_t n = 0; n < N; n += kernels.columns) {
-    const int64_t wide = std::min(kernels.columns, N - n), width = std::min(kernels.columns, padded - n);
-    for (const float* b : {b0, b1}) {
+  for (int64_t n = 0; n < N_; n += kernels.columns) {
+    const int64_t wide = std::min(kernels.columns, N_ - n), width = std::min(kernels.columns, padded - n);
+    for (const void* b : {factors.b0, factors.b1}) {
       if (b == nullptr) continue;
-      kernels.pack(b + n, stride, K_, wide, to);
+      pack(static_cast<const char*>(b) + n * SizeOf(factors.dtype), wide, to);
       to += depth * width;
     }
   }
   return true;
 }
 
-bool CpuPackedWeights::Pack(CpuIsa isa, bool is_bf16, const float* b0, const float* b1, int64_t stride, int64_t N,
-                            int64_t K) {
+bool CpuPackedWeights::PackFactors(CpuIsa isa, bool is_bf16, const Factors& factors, int64_t N, int64_t K) {
   panels_.reset();
   if (!DoesPay(isa, N, K)) return false;
-  isa_ = isa, is_bf16_ = is_bf16, N_ = N, K_ = K, count_ = b1 != nullptr ? 2 : 1;
+  isa_ = isa, is_bf16_ = is_bf16, N_ = N, K_ = K, count_ = factors.b1 != nullptr ? 2 : 1;
   const cpu::KernelTable& table = cpu::KernelsOf(isa);
-  if (!is_bf16) return PackPanels<cpu::PackedGemmKernels, float>(*table.packed_gemm, b0, b1, stride, N, K);
+  if (!is_bf16) {
+    const auto pack = [&](const char* b, int64_t wide, float* to) {
+      table.packed_gemm->pack(reinterpret_cast<const float*>(b), factors.stride, K, wide, to);
+    };
+    return PackPanels<cpu::PackedGemmKernels, float>(*table.packed_gemm, factors, K, pack);
+  }
   const cpu::PackedGemmBf16Kernels& kernels = *table.packed_gemm_bf16;
-  return PackPanels<cpu::PackedGemmBf16Kernels, uint16_t>(kernels, b0, b1, stride, N, RoundUp(K, kernels.depth));
+  const auto pack = [&](const char* b, int64_t wide, uint16_t* to) {
+    kernels.pack(b, factors.dtype, factors.stride, K, wide, to);
+  };
+  return PackPanels<cpu::PackedGemmBf16Kernels, uint16_t>(kernels, factors, RoundUp(K, kernels.depth), pack);
+}
+
+bool CpuPackedWeights::Pack(CpuIsa isa, bool is_bf16, const float* b0, const float* b1, int64_t stride, int64_t N,
+                            int64_t K) {
+  return PackFactors(isa, is_bf16, {b0, b1, DType::kF32, stride}, N, K);
+}
+
+bool CpuPackedWeights::PackNarrow(CpuIsa isa, DType dtype, const uint16_t* b0, const uint16_t* b1, int64_t stride,
+                                  int64_t N, int64_t K) {
+  return PackFactors(isa, true, {b0, b1, dtype, stride}, N, K);
 }
 
 bool CpuPackedWeights::Allocate(int64_t bytes) {

@@ -45,13 +45,17 @@ void RunPackedBf16(const CpuPackedGemmArgs& args, const CpuPackedWeights& weight
   problem.panels = static_cast<const uint16_t*>(weights.panels());
   problem.rounded = rounded;
   problem.N = weights.N(), problem.K = K, problem.products = weights.count();
+  const DType dtype = args.narrow.dtype;
+  const auto* const a =
+      static_cast<const char*>(dtype == DType::kF32 ? static_cast<const void*>(args.a) : args.narrow.a);
   for (int64_t first = 0; first < args.M; first += kBf16Rows) {
     const int64_t rows = std::min(kBf16Rows, args.M - first);
     problem.first = first;
     const int64_t unit = kBf16SumRows;  // a multiple of every set's
     ParallelFor(parallel, CeilDiv(rows, unit), CeilDiv(rows * K, kTaskElements), [&](int64_t i, int64_t) {
       const int64_t m = i * unit, count = std::min(unit, rows - m);
-      kernels.round(args.a + (first + m) * K, K, count, RoundUp(count, kernels.rows), rounded + m * depth);
+      kernels.round(a + (first + m) * K * SizeOf(dtype), dtype, K, count, RoundUp(count, kernels.rows),
+                    rounded + m * depth);
     });
     const double work =
         2.0 * static_cast<double>(rows) * static_cast<double>(weights.N() * weights.count()) * static_cast<double>(K);

@@ -34,10 +34,11 @@ struct PackedGemmBf16Kernels {
   int64_t vector;
   int64_t rows;   // rounded rows are padded to a multiple of it
   int64_t depth;  // K is padded to a multiple of it
-  // panel[padded K, its columns] = b[:, n0 ...], zeros beyond K and beyond `wide` columns.
-  void (*pack)(const float* b, int64_t stride, int64_t K, int64_t wide, uint16_t* panel);
+  // panel[padded K, its columns] = b[:, n0 ...], zeros beyond K and beyond `wide` columns. dtype: fp32, fp16 or bf16,
+  // which is copied.
+  void (*pack)(const void* b, DType dtype, int64_t stride, int64_t K, int64_t wide, uint16_t* panel);
   // to[rows, padded K] = a[rows, K] in the set's own order, zeros beyond K and beyond `count` rows.
-  void (*round)(const float* a, int64_t K, int64_t count, int64_t rows, uint16_t* to);
+  void (*round)(const void* a, DType dtype, int64_t K, int64_t count, int64_t rows, uint16_t* to);
   // Columns of one panel of all products, `rows` rows from row m0 of the rounded ones, and their epilogue. workspace:
   // kBf16Floats.
   void (*run)(const PackedGemmBf16Problem& problem, int64_t m0, int64_t rows, int64_t panel, float* workspace);

@@ -2,6 +2,7 @@
 // GEMM by panels of constant weights with factors in bf16, fp32 sums, and the epilogue while sums are in the cache.
 #define STOF_BF16_MATMULS
 #include <cstring>
+#include <optional>
 
 #include "cpu/gemm/epilogue.h"
 #include "cpu/gemm/packed_bf16.h"
@@ -33,19 +34,20 @@ inline int64_t PaddedDepth(int64_t K) { return RoundUp(K, kDepthStep); }
 inline int64_t PanelWidth(int64_t wide) { return RoundUp(wide, kVector); }
 
 // Elements of a rounded row lie together, or those of 16 rows that a tile register takes at a time.
-void RoundRows(const float* a, int64_t K, int64_t count, int64_t rows, uint16_t* to) {
+void RoundRows(const void* a, DType dtype, int64_t K, int64_t count, int64_t rows, uint16_t* to) {
+  const auto* const from = static_cast<const char*>(a);
   const int64_t depth = PaddedDepth(K), step = kHasTiles ? kDepthStep : depth;
   for (int64_t m = 0; m < rows; ++m) {
     uint16_t* row = to + m / kRowUnit * kRowUnit * depth + m % kRowUnit * step;
     for (int64_t k = 0; k < depth; k += step, row += kRowUnit * step) {
       const int64_t some = m < count ? Clamp(K - k, 0, step) : 0;
-      if (some > 0) RoundToBf16(a + m * K + k, some, reinterpret_cast<Bf16*>(row));
+      if (some > 0) ToBf16(from + (m * K + k) * SizeOf(dtype), dtype, some, reinterpret_cast<Bf16*>(row));
       Fill(row + some, row + step, uint16_t{0});
     }
   }
 }
 
-void PackBf16Panel(const float* b, int64_t stride, int64_t K, int64_t wide, uint16_t* panel) {
+void PackBf16Panel(const void* b, DType dtype, int64_t stride, int64_t K, int64_t wide, uint16_t* panel) {
   const int64_t depth = PaddedDepth(K), width = PanelWidth(wide);
   Bf16 row[kPanelColumns];
   Fill(row + wide, row + width, Bf16{0});
@@ -55,7 +57,7 @@ void PackBf16Panel(const float* b, int64_t stride, int64_t K, int64_t wide, uint
   };
   for (int64_t k = 0; k < depth; ++k) {
     if (k < K) {
-      RoundToBf16(b + k * stride, wide, row);
+      ToBf16(static_cast<const char*>(b) + k * stride * SizeOf(dtype), dtype, wide, row);
     } else {
       Fill(row, row + width, Bf16{0});
     }
@@ -149,6 +151,52 @@ inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, cons
 }
 #endif
 
+// Applies an epilogue in fp16 or bf16 to blocks of one panel: in fp32, and rounded once.
+class NarrowPanel {
+ public:
+  // Columns n0 to n0 + wide of an output with N.
+  NarrowPanel(const CpuNarrowOperands& operands, int64_t n0, int64_t wide, int64_t N)
+      : operands_(operands), n0_(n0), wide_(wide), N_(N) {
+    const auto& e = *operands.epilogue;
+    wide_epilogue_.activation = e.activation;
+    wide_epilogue_.bias0 = Widen(e.bias0, columns_[0]), wide_epilogue_.bias1 = Widen(e.bias1, columns_[1]);
+    wide_epilogue_.scale = Widen(e.scale, columns_[2]);
+  }
+
+  // Rows m0 to m0 + rows; sums are kPanelColumns apart.
+  void Apply(int64_t m0, int64_t rows, const float* first, const float* second) {
+    const auto& e = *operands_.epilogue;
+    if (e.row != nullptr) {
+      ToFloats(e.row + m0, operands_.dtype, rows, row_);
+      wide_epilogue_.row = row_;
+    }
+    for (int64_t i = 0; i < rows && e.residual != nullptr; ++i) {
+      ToFloats(e.residual + (m0 + i) * N_ + n0_, operands_.dtype, wide_, residual_ + i * kPanelColumns);
+      wide_epilogue_.residual = residual_;
+    }
+    const EpilogueBlock block = {first, second, kPanelColumns, kPanelColumns, output_};
+    ApplyEpilogue(wide_epilogue_, block, 0, 0, rows, wide_, kPanelColumns);
+    for (int64_t i = 0; i < rows; ++i) {
+      FromFloats(output_ + i * kPanelColumns, operands_.dtype, wide_, operands_.output + (m0 + i) * N_ + n0_);
+    }
+  }
+
+ private:
+  const float* Widen(const uint16_t* from, float* to) const {
+    if (from == nullptr) return nullptr;
+    ToFloats(from + n0_, operands_.dtype, wide_, to);
+    return to;
+  }
+
+  const CpuNarrowOperands& operands_;
+  const int64_t n0_, wide_, N_;
+  CpuGemmEpilogue wide_epilogue_;
+  float columns_[3][kPanelColumns];
+  float row_[kMostRows];
+  float residual_[kMostRows * kPanelColumns];
+  float output_[kMostRows * kPanelColumns];
+};
+
 void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace) {
   const ConfiguredTiles tiles(kWholeDepthBytes);
   const CpuPackedGemmArgs& args = *p.args;
@@ -161,6 +209,8 @@ void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int6
   const int64_t step = row_tiles < 4 ? 0 : RoundUp((kDepthStep * width * 2 + row_tiles - 1) / row_tiles, 64);
   const auto* next = reinterpret_cast<const char*>(panels + p.products * depth * width);
   float* const c[2] = {workspace, workspace + kMostRows * kPanelColumns};
+  std::optional<NarrowPanel> narrow;
+  if (args.narrow.epilogue != nullptr) narrow.emplace(args.narrow, n0, wide, p.N);
   for (int64_t m = 0; m < rows;) {
     // As many rows in each of the last tiles, give or take one; tile registers have theirs whole.
     const int64_t rest = (rows - m + kMostRows - 1) / kMostRows;
@@ -175,7 +225,8 @@ void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int6
                                    args.output[0] + row * p.N + n0};
       ApplyEpilogue(*args.epilogue, block, row, n0, count, wide, p.N);
     }
-    for (int64_t i = 0; i < p.products && args.epilogue == nullptr; ++i) {
+    if (narrow.has_value()) narrow->Apply(row, count, c[0], p.products > 1 ? c[1] : nullptr);
+    for (int64_t i = 0; i < p.products && args.epilogue == nullptr && !narrow.has_value(); ++i) {
       for (int64_t r = 0; r < count; ++r) {
         std::memcpy(args.output[i] + (row + r) * p.N + n0, c[i] + r * kPanelColumns, static_cast<size_t>(wide) * 4);
       }

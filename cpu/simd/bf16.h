@@ -4,6 +4,7 @@
 #define STOF_CPU_SIMD_BF16_H_
 
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/simd/convert.h"
 #include "cpu/simd/simd.h"
@@ -29,6 +30,23 @@ inline void RoundToBf16(const float* from, int64_t count, Bf16* to) {
   }
 #endif
   for (; i < count; ++i) to[i] = FloatToBfloat16(from[i]);
+}
+
+// The same of fp32 and fp16; bf16 is copied.
+inline void ToBf16(const void* source, DType dtype, int64_t count, Bf16* to) {
+  if (dtype == DType::kF32) return RoundToBf16(static_cast<const float*>(source), count, to);
+  const auto* const from = static_cast<const uint16_t*>(source);
+  if (dtype == DType::kBF16) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(Bf16));
+    return;
+  }
+  constexpr int64_t kStep = 64;
+  float wide[kStep];
+  for (int64_t i = 0; i < count; i += kStep) {
+    const int64_t some = count - i < kStep ? count - i : kStep;
+    ToFloats(from + i, dtype, some, wide);
+    RoundToBf16(wide, some, to + i);
+  }
 }
 
 }  // namespace

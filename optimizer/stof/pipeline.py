@@ -123,7 +123,7 @@ def run(
     except OSError as error:  # a full disk where temporary files lie, for instance
         file = f"{error.filename}: " if error.filename else ""
         raise ArgumentError(f"{source} cannot be optimized: {file}{error.strerror or error}") from error
-    if report.replaced and report.output is not None:
+    if report.has_result and report.output is not None:
         report.how_to_run = _describe_run(target, options)
     if not is_output:
         report.output = None
@@ -178,7 +178,8 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         _save_plan(Plan(entries, options.tuned_for, options.emission), options)
         return
     if plan is not None:
-        _check_plan_is_for(plan, options)
+        plan.check_is_for(options.tuned_for, options.emission)
+        plan.check_precisions(options.precisions)
     check_dequantized_plan(plan, options)
     job = _prepare(report, _read_options(job, target, report.dry_run), target, user_inputs)
     stages = rewrite(job, ops)
@@ -191,12 +192,12 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         from stof.attention_precision.apply import report_precision
 
         report_precision(report, job, stages)
-    if not report.dry_run and any(s.decided.has_replaced for s in stages):
+    if not report.dry_run and (report.has_result or any(s.decided.has_replaced for s in stages)):
         check_output_folder(stages[-1].model, target, source)
         with _runtime_failures_as_model_errors(source):
             stages = _verify_and_write(report, job, stages, target, user_inputs, memory)
     mark_written(report, stages)
-    if opset < opset_of(graph) and any(s.decided.has_replaced for s in stages):
+    if opset < opset_of(graph) and report.has_result:
         report.converted_opset = (opset, opset_of(graph))
     _save_plan(_plan_of(report, job, stages), options)
 
@@ -237,18 +238,6 @@ def _refuse_changes_of_optimized(options: Options) -> None:
             f"--emit {options.emit} is for a model without stof's operators, and this one was optimized before; give the one "
             "it was made from"
         )
-
-
-def _check_plan_is_for(plan: Plan, options: Options) -> None:
-    if plan.target is not options.tuned_for:
-        raise ArgumentError(
-            f"the plan is for target {plan.target.name}, not {options.target}; use --target {plan.target.name}"
-        )
-    if plan.emission is not options.emission:
-        raise ArgumentError(
-            f"the plan is for --emit {plan.emission.name}, not {options.emit}; use --emit {plan.emission.name}"
-        )
-    plan.check_precisions(options.precisions)
 
 
 def _read_options(job: Job, target: Path, dry_run: bool) -> Job:
@@ -441,15 +430,21 @@ def _verify_and_write(
         if verified is not stages:  # some rewrites are dropped
             _estimate_memory(report, memory, verified)
         stages = verified
-    if not any(s.decided.has_replaced for s in stages):
+    has_replaced = any(s.decided.has_replaced for s in stages)
+    if not report.has_result:
         return stages
     mark_written(report, stages)
     measure = partial(_measure_seconds, report)
     final, job = apply_run_time_masks(report, job, stages, target.parent, user_inputs, measure)
     if report.attention_precision is not None:
         from stof.attention_precision.apply import apply_precision
+        from stof.gemm_precision.verify import verify_gemms
 
         final = apply_precision(report, job, final, stages, target.parent, user_inputs, measure)
+        if not has_replaced:  # verification has seen nothing yet
+            if not report.attention_precision.gemms.reduced:
+                return stages
+            verify_gemms(report, OPS, stages, final, target.parent, user_inputs)
     measure_loss_on_prompts(report, job, stages, final, target, measure)
     hold_to_float(job, final, target.parent, user_inputs, measure)
     report.nodes_after = len(final.graph.node)

@@ -87,6 +87,21 @@ class Plan:
         """The plan's keys of precisions, what they are of, and what it decides."""
         return (_PRECISION, "attention", self.attention_precision), (_GEMM_PRECISION, "GEMMs", self.gemm_precision)
 
+    def check_is_for(self, target: Target, emission: Emission) -> None:
+        """Refuses another target, and operators in another form.
+
+        Raises:
+            ArgumentError: naming what the plan is for.
+        """
+        if self.target is not target:
+            raise ArgumentError(
+                f"the plan is for target {self.target.name}, not {target.name}; use --target {self.target.name}"
+            )
+        if self.emission is not emission:
+            raise ArgumentError(
+                f"the plan is for --emit {self.emission.name}, not {emission.name}; use --emit {self.emission.name}"
+            )
+
     def check_precisions(self, allowed: Collection[Precision]) -> None:
         """Refuses precisions that options do not allow.
 

@@ -301,6 +301,12 @@ class Report:
         return sum(section.replaced for section in self.sections.values())
 
     @property
+    def has_result(self) -> bool:
+        """Whether there is another model than the original: an op replaced candidates, or matmuls became StofGemm."""
+        precision = self.attention_precision
+        return bool(self.replaced or (precision is not None and precision.gemms.reduced))
+
+    @property
     def earlier_measurements(self) -> EarlierMeasurements | None:
         """Measurements of earlier runs that decided about candidates of any op; None: none did."""
         earlier = [s.earlier for s in self.sections.values() if s.earlier is not None]
@@ -374,7 +380,7 @@ class Report:
             lines.append(f"nothing to do: {reasons}; the model was copied as it is")
         if self.output:
             lines.append(f"written: {self.output}")
-        elif self.replaced:
+        elif self.has_result:
             lines.append("dry run: no file was written" if self.dry_run else "the optimized model is returned")
         else:
             lines.append(f"nothing to do: {reasons}; no file was written")
@@ -394,7 +400,7 @@ class Report:
 
     def summary(self) -> str:
         """One line: what was replaced, or why nothing was, and whether it was verified."""
-        if not self.replaced:
+        if not self.has_result:
             return f"nothing to do: {self.nothing_to_do}{'; copied' if self.copied else ''}"
         if self.dry_run:
             return self._headline()
@@ -405,7 +411,7 @@ class Report:
 
     def reasons_kept(self) -> list[str]:
         """What the summary does not say: why candidates of some ops stay as they are."""
-        return [reason for s in self.sections.values() for reason in s.reasons_kept()] if self.replaced else []
+        return [reason for s in self.sections.values() for reason in s.reasons_kept()] if self.has_result else []
 
     def _verdict(self) -> str:
         """Whether the result was verified, in a few words."""

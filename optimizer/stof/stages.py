@@ -172,6 +172,13 @@ def typed_attributes_to_widen(model: onnx.ModelProto, stages: Sequence[Stage]) -
     return collect_typed_attributes(stage.op for stage in stages) if holds(model, HALF) else None
 
 
+def typed_attributes_to_run(model: onnx.ModelProto, stages: Sequence[Stage]) -> TypedAttributes | None:
+    """The same for models with bf16 alone, most of whose operators ONNX Runtime's CPU provider lacks; None for all others."""
+    from stof.execution.upcast import holds
+
+    return typed_attributes_to_widen(model, stages) if holds(model, {onnx.TensorProto.BFLOAT16}) else None
+
+
 def _decide(job: Job, op: OpRewrite[Any, Any, Any], previous: Stage | None) -> Stage:
     job = replace(job, earlier=tuple(s.decided for s in _stages_up_to(previous)))
     watch = ModelWatch(op.key, job.model)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx
+
 from stof.errors import ArgumentError, InputsRefusedError, ModelError, VerifyError, explained
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.run_limits import LimitReached, RunLimits
@@ -103,6 +105,40 @@ def verify_stages(
     return stages
 
 
+def verify_rewritten(
+    report: Report,
+    ops: Sequence[OpRewrite[Any, Any, Any]],
+    stages: Sequence[Stage],
+    final: onnx.ModelProto,
+    folder: Path,
+    user_inputs: Sequence[GivenFeed] = (),
+) -> None:
+    """Verifies a model that was rewritten behind all stages, none of which replaced anything.
+
+    Args:
+        report: gets the comparisons.
+        ops: all ops whose operators may be in the model.
+        stages: of those that the options do not leave out.
+        final: the model.
+        folder: for temporary files, on a disk with room for the model.
+        user_inputs: sets of inputs of the user's.
+
+    Raises:
+        VerifyError: when outputs differ.
+        RuntimeFailure: when ONNX Runtime cannot load or run one of the models.
+    """
+    options = stages[-1].job.options
+    limits = RunLimits(options.verify_budget, options.verify_memory)
+    outcome = _verify(stages, folder, collect_typed_attributes(ops), limits, user_inputs, final)
+    assert outcome.verification is not None
+    report.verification = outcome.verification
+    report.seconds["verify"] = outcome.verification.seconds
+    if outcome.failure:
+        raise VerifyError(
+            f"verification failed: {outcome.failure}. Nothing was written; --products off leaves all matmuls"
+        )
+
+
 def _trials(stages: Sequence[Stage], outcome: _Outcome) -> Iterator[list[Stage]]:
     """What is left of stages when one is dropped that may be at fault, those most likely to be first; or nothing."""
     faulty = [i for i, s in enumerate(stages) if s.op.key in outcome.faults]
@@ -187,8 +223,10 @@ def _verify(
     typed_attributes: TypedAttributes,
     limits: RunLimits,
     user_inputs: Sequence[GivenFeed],
+    final: onnx.ModelProto | None = None,
 ) -> _Outcome:
-    job, final = stages[-1].job, stages[-1].written
+    """What a verification finds of the last stage's model, or of another one."""
+    job, final = stages[-1].job, final or stages[-1].written
     # A tenth of all imports, which --no-verify and --dry-run do not need.
     from stof.verification.site_checks import EmittedSites
     from stof.verification.verifier import Verifier

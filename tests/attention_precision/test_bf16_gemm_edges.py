@@ -91,9 +91,3 @@ def test_a_plans_gemms_beside_products_off(tmp_path: Path, capsys: pytest.Captur
     assert status == 0
     assert not gemms_of(target)
     assert "the plan's gemm_precision is not applied: --products off" in capsys.readouterr().out
-
-
-def test_models_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    g = LayerGraph()
-    run(tmp_path, g.save(tmp_path / "model.onnx", g.linear("x", HIDDEN, HIDDEN)), "--allow-bf16")
-    assert "matmuls are taken beside one alone" in capsys.readouterr().out

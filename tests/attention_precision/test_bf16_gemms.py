@@ -216,7 +216,7 @@ def test_matmuls_beside_gemms_of_a_plan_have_a_reason(tmp_path: Path) -> None:
     model.graph.node.append(helper.make_node("MatMul", ["x", "beside"], ["more"], name="beside/MatMul"))
     model.graph.initializer.append(numpy_helper.from_array(np.ones((HIDDEN, HIDDEN), np.float32), "beside"))
     model.graph.output.append(helper.make_tensor_value_info("more", TensorProto.FLOAT, None))
-    found = find_gemms(model, Symbolic(model))
+    found = find_gemms(model, Symbolic(model), tmp_path)
     assert [(site.name, site.chain) for site in found.sites if site.name == "beside/MatMul"] == [
         ("beside/MatMul", None)
     ]

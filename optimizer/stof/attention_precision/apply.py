@@ -28,7 +28,7 @@ from stof.runtime.library import has_cpu_gemm
 from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.precision_report import PrecisionReport, count_attentions
 from stof.sparsify.threshold_report import OutputCosines
-from stof.stages import Stage, find_model_inputs
+from stof.stages import Stage, find_model_inputs, typed_attributes_to_run
 from stof.symbolic import Symbolic
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
@@ -49,7 +49,7 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
     if job.options.eight_bits:
         return report_eight_bits(report, job, stages)
     found = _report_attentions(report, job, stages)
-    if found is not None and any(s.decided.has_replaced for s in stages):
+    if found is not None and stages:
         found.gemms = _report_gemms(_find_gemms(job, stages[-1].written, stages[-1].facts), job, found.precision)
     return found
 
@@ -73,7 +73,7 @@ def _report_attentions(report: Report, job: Job, stages: Sequence[Stage]) -> Pre
 
 def _find_gemms(job: Job, model: onnx.ModelProto, facts: Symbolic) -> FoundGemms | None:
     """The matmuls by constant weights; None where options or the library leave these to the runtime."""
-    return find_gemms(model, facts) if job.options.products and has_cpu_gemm() else None
+    return find_gemms(model, facts, job.source.parent) if job.options.products and has_cpu_gemm() else None
 
 
 def _report_gemms(gemms: FoundGemms | None, job: Job, precision: Precision) -> GemmReport:
@@ -186,7 +186,8 @@ def _measure_cosines(
     """
     every = list(range(sets.count))
     try:
-        meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder)
+        typed = typed_attributes_to_run(job.model, stages)
+        meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder, typed)
     finally:
         release_sessions()
     found.cosines = OutputCosines(sets.describe(every), len(every), meter.means())

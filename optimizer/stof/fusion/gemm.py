@@ -80,6 +80,7 @@ def translate_gemm(
     symbolic: Symbolic,
     forms: EpilogueForms,
     constants: Collection[str] | None = None,
+    cpu_types: Collection[int] = (TensorProto.FLOAT,),
 ) -> FusedGemm:
     """Translates a region that begins with matmuls.
 
@@ -88,13 +89,14 @@ def translate_gemm(
         nodes: all nodes of the graph.
         symbolic: shapes, types and constants of the model.
         forms: the kernels that compute an epilogue.
-        constants: for the CPU, the names of constant tensors: its kernels take fp32 by packed weights, also without an
-            epilogue. None for CUDA.
+        constants: for the CPU, the names of constant tensors: its kernels take packed weights, also without an epilogue.
+            None for CUDA.
+        cpu_types: element types that its kernels take.
 
     Raises:
         UnsupportedError: with the first reason found.
     """
-    gemm = _GemmTranslator(region, nodes, symbolic, constants).translate()
+    gemm = _GemmTranslator(region, nodes, symbolic, constants, cpu_types).translate()
     form, reason = forms(gemm.description.text, gemm.pair)
     if not form:
         raise UnsupportedError(f"no kernel computes it: {reason}")
@@ -105,12 +107,18 @@ class _GemmTranslator:
     """One region; collects the epilogue's terms over rows m and columns n, and its inputs."""
 
     def __init__(
-        self, region: Region, nodes: Sequence[onnx.NodeProto], symbolic: Symbolic, constants: Collection[str] | None
+        self,
+        region: Region,
+        nodes: Sequence[onnx.NodeProto],
+        symbolic: Symbolic,
+        constants: Collection[str] | None,
+        cpu_types: Collection[int],
     ) -> None:
         members = [nodes[p] for p in region.node_indices]
         self.region = region
         self.symbolic = symbolic
         self.constants = constants
+        self.cpu_types = cpu_types
         self.matmuls = [n for n in members if is_fusable_matmul(n, symbolic)]
         self.others = [n for n in members if not is_fusable_matmul(n, symbolic)]
         self.pool = TermPool()
@@ -174,7 +182,7 @@ class _GemmTranslator:
                     f"weights of {inner} by {columns}, expected multiples of {_ALIGNMENT}: slow otherwise"
                 )
             return
-        if kind != TensorProto.FLOAT:
+        if kind not in self.cpu_types:
             raise UnsupportedError("matmuls in half precision stay with the runtime on the CPU")
         if any(w not in self.constants for w in weights):
             raise UnsupportedError("a weight is not constant: it would be packed in every run")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from onnx import TensorProto
+
 from stof.errors import UnsupportedError
+from stof.execution.upcast import HALF
 from stof.fusion.contracted_graph import ContractedGraph
 from stof.fusion.description.format import MOST_INPUTS, MOST_OUTPUTS, MOST_REDUCTIONS
 from stof.fusion.element_ops import FREE, NORMS, TYPES
@@ -22,6 +25,8 @@ from stof.graph.index import opset_of
 from stof.symbolic import Int
 
 _MOST_NODES = 96  # of a region
+_FP32 = frozenset({int(TensorProto.FLOAT)})
+_FLOATS = _FP32 | HALF
 
 
 def find_chains(graph: FusionGraph) -> tuple[list[FusedChain], list[RefusedRegion]]:
@@ -103,7 +108,8 @@ def _translate(graph: FusionGraph, region: Region) -> FusedChain:
     policy = graph.policy
     if policy.epilogue_forms is not None and _has_matmul(graph, region.node_indices):
         weights = graph.constants if policy.has_cpu_gemm else None
-        chain: FusedChain = translate_gemm(region, graph.nodes, graph.symbolic, policy.epilogue_forms, weights)
+        types = _FLOATS if policy.has_half_cpu_gemm else _FP32
+        chain: FusedChain = translate_gemm(region, graph.nodes, graph.symbolic, policy.epilogue_forms, weights, types)
     else:
         chain = translate(region, graph.nodes, graph.symbolic)
         if policy.uses_tensorrt_plugins:

@@ -86,7 +86,9 @@ def put_gemms(found: FoundGemms, precision: Precision, names: Collection[str]) -
     graph = found.graph
     chains = [site.chain for site in found.sites if site.chain is not None and site.name in names]
     substitutes = {t: other for c in chains for t, other in graph.shape_substitutes(c.region.node_indices).items()}
-    model = apply_edit(graph.model, make_edit(graph.model, graph.symbolic, chains, substitutes))
+    # Gemm nodes that stay keep their own weights.
+    model = found.plain.put(found.model, [i for c in chains for i in c.region.node_indices])
+    model = apply_edit(model, make_edit(model, graph.symbolic, chains, substitutes))
     for node in model.graph.node:
         if node.domain == DOMAIN and node.op_type == GEMM:
             node.attribute.append(helper.make_attribute(precision.attribute, 1))

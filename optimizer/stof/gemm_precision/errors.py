@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +17,21 @@ from stof.errors import ArgumentError, VerifyError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
+from stof.execution.upcast import HALF, Twins, holds
 from stof.files import temporary_folder
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.emit import GEMM
 from stof.gemm_precision.sites import FoundGemms, GemmSite
+from stof.graph.protobuf import copy_model
+from stof.op_parts import collect_typed_attributes
 from stof.op_rewrite import Job
 from stof.prompt_runs.limits import prompt_limits
 from stof.runtime.library import Op, Tensor, call, tensor_of
 from stof.stages import Stage, find_model_inputs
 from stof.thresholds.measured_sets import MeasuredSets
-from stof.verification.array_distance import largest_number, relative_rms
+from stof.verification.array_distance import largest_number, relative_rms, ulp_of_largest
 from stof.verification.site_error import SiteError
+from stof.verification.verified_models import find_half_constants
 
 _MOST_ROWS = 128  # of each GEMM
 _MOST_TOKENS = 512  # of a prompt
@@ -70,14 +74,18 @@ def measure_gemm_errors(
     try:
         with temporary_folder(folder) as scratch:
             sessions = Sessions(source, scratch, prompt_limits(job.options.verify_memory))
-            session = sessions.make(_with_outputs(found, read - set(stored)), optimized=False, library=True)
+            is_widened = holds(found.model, HALF)
+            extended = _with_outputs(found, read - set(stored), _widener(found, stages, sessions, scratch, is_widened))
+            session = sessions.make(extended, optimized=False, library=True)
             for feed in sets.feeds(find_model_inputs(job, stages).maker, some):
-                given = feed()
+                given = {n: _widened(x) for n, x in feed().items()} if is_widened else feed()
                 names = [n for n in session.outputs if n in read]
                 computed = session.run(names, given) if names else []  # no names would ask for all outputs
                 arrays = {**given, **dict(zip(names, computed, strict=True))}
                 for site in sites:
                     mine = {n: arrays[n] if n in arrays else _load(stored[n], source) for n in _inputs_of(site)}
+                    kind = helper.tensor_dtype_to_np_dtype(site.chain.dtypes[0]) if site.chain else np.float32
+                    mine = {n: x.astype(kind, copy=False) for n, x in mine.items()}
                     errors[site.name] = errors.get(site.name, SiteError()).join(_error_of(site, mine, precision))
     except RuntimeFailure as error:
         raise ArgumentError(f"{sets.source}: the model does not run on it: {error}") from error
@@ -108,13 +116,31 @@ def _load(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
     return np.asarray(numpy_helper.to_array(tensor, str(folder)))
 
 
-def _with_outputs(found: FoundGemms, names: Collection[str]) -> onnx.ModelProto:
-    """The model with tensors as outputs."""
-    extended = onnx.ModelProto()
-    extended.CopyFrom(found.graph.model)
+def _widener(
+    found: FoundGemms, stages: Sequence[Stage], sessions: Sessions, scratch: Path, is_widened: bool
+) -> Callable[[onnx.ModelProto], onnx.ModelProto]:
+    """What makes of a half-precision model one in fp32, as verification runs it: the CPU provider lacks kernels for it."""
+    if not is_widened:
+        return copy_model
+    constants = find_half_constants(found.model, found.graph.symbolic)
+    return Twins(sessions.weights, scratch, constants, collect_typed_attributes(s.op for s in stages)).of
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
+
+
+def _with_outputs(
+    found: FoundGemms, names: Collection[str], copy: Callable[[onnx.ModelProto], onnx.ModelProto]
+) -> onnx.ModelProto:
+    """A copy of the model with tensors as outputs."""
+    extended = copy(found.model)  # plain forms of Gemm nodes compute the same
     declared = {v.name for v in (*extended.graph.output, *extended.graph.input)}
+    is_widened = not holds(extended, HALF)
     for name in sorted(set(names) - declared):
-        extended.graph.output.append(helper.make_tensor_value_info(name, found.graph.symbolic.dtype(name), None))
+        kind = found.graph.symbolic.dtype(name)
+        kind = int(onnx.TensorProto.FLOAT) if is_widened and kind in HALF else kind
+        extended.graph.output.append(helper.make_tensor_value_info(name, kind, None))
     return extended
 
 
@@ -148,16 +174,20 @@ def _error_of(site: GemmSite, arrays: Mapping[str, np.ndarray], precision: Round
             products = [products[0][:, :columns], products[0][:, columns:]]
         return evaluate_chain(chain.description, [*products, *further])[0]
 
-    mine = np.full((len(rows), columns), np.nan, np.float32)
+    kind = left.dtype
+    mine = np.full((len(rows), columns), np.nan, kind)
     operator = _make_operator(site, precision, weights, len(further))
     operator.run([left, *weights, *further], [mine], threads=2)
     exact = compute([left, *weights])
     rounded = compute([precision.round(x) for x in (left, *weights)])
-    both = np.isfinite(rounded) & np.isfinite(exact)
+    with np.errstate(over="ignore"):
+        has_exact, has_rounded = (np.isfinite(x.astype(kind).astype(np.float64)) for x in (exact, rounded))
+    both = has_rounded & has_exact
     most = float(np.abs(mine[both].astype(np.float64) - rounded[both]).max(initial=0.0))
-    allowed = _SLACK * largest_number(rounded)
+    numbers = rounded[both]  # the result is rounded to its own type at last
+    allowed = _SLACK * largest_number(numbers) + ulp_of_largest(numbers, kind) / 2
     fault = f"by {most:.3g}, and {allowed:.3g} is allowed" if not most <= allowed else ""
-    overflows = bool((np.isfinite(exact) & ~np.isfinite(rounded)).any())
+    overflows = bool((has_exact & ~has_rounded).any())
     return SiteError(relative_rms(mine, exact, both), fault, overflows)
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import onnx
+from onnx import TensorProto
 
 from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
-from stof.fusion.emit import GEMM, ChainSignature, chain_signature
+from stof.fusion.emit import GEMM, ChainSignature, chain_signature, select_common_types
 from stof.fusion.fusion_graph import FusionGraph
 from stof.fusion.gemm import MATMUL_OPS, FusedGemm, is_fusable_matmul
 from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import build_chain
+from stof.gemm_precision.plain_gemms import PlainGemms, find_plain_gemms
+from stof.gemm_precision.subgraphs import find_subgraph_matmuls
 from stof.graph.index import all_nodes, domain_of, opset_of
 from stof.graph.names import FreshNames
 from stof.runtime.library import cpu_gemm_form
-from stof.symbolic import Int, Symbolic
+from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.rules.movement_helpers import element_count
 
 _LEAST_WEIGHTS = 1 << 14  # elements of a weight: rounding the other factor takes as long as a smaller one's matmul
@@ -51,10 +55,14 @@ class FoundGemms:
     """The GEMMs of a model.
 
     Attributes:
-        graph: in which they were found.
+        model: as the ops have written it.
+        plain: the plain forms of its Gemm nodes.
+        graph: the model with these forms, in which the GEMMs were found.
         sites: in the order of the graph.
     """
 
+    model: onnx.ModelProto
+    plain: PlainGemms
     graph: FusionGraph
     sites: tuple[GemmSite, ...]
 
@@ -70,7 +78,7 @@ class FoundGemms:
             if key not in reasons:
                 reasons[key] = self._why_wrong(site.chain)
             sites.append(replace(site, chain=None, reason=reasons[key]) if reasons[key] else site)
-        return FoundGemms(self.graph, tuple(sites))
+        return replace(self, sites=tuple(sites))
 
     def _why_wrong(self, chain: FusedGemm) -> str:
         try:
@@ -80,17 +88,21 @@ class FoundGemms:
         return ""
 
 
-def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
-    """The matmuls of a model's main graph by constant weights.
+def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGemms:
+    """The matmuls of a model by constant weights; those of subgraphs have a reason why they stay.
 
     Args:
         model: as the ops have written it.
         facts: of it.
+        folder: of its external data.
     """
-    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True)
-    graph = FusionGraph(model, facts, policy, ShapeReads.AS_IN_GRAPH)
     # A plan's choice was measured in fp32, of all matmuls together.
     has_gemms = any(n.op_type == GEMM for n in all_nodes(model.graph.node))
+    plain = PlainGemms({}, {}) if has_gemms else find_plain_gemms(model, _LEAST_WEIGHTS, folder)
+    prepared = plain.put(model, plain.forms)
+    facts = facts if prepared is model else Symbolic(prepared)
+    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True, has_half_cpu_gemm=True)
+    graph = FusionGraph(prepared, facts, policy, ShapeReads.AS_IN_GRAPH)
     names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
     outputs = {v.name for v in model.graph.output}
     for index, node in enumerate(graph.nodes):
@@ -101,17 +113,41 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic) -> FoundGemms:
             continue
         if not [*graph.consumers(index), *outputs.intersection(node.output)]:  # nobody reads it
             continue
-        chain = _HAS_GEMMS if has_gemms else _choose_epilogue(graph, index, taken)
         shape = facts.shape(node.input[1]) or ()
         weights = " x ".join(map(str, shape))
         name = names.make(node.name or node.output[0])
-        reason = chain if isinstance(chain, str) else _why_small(shape)
-        if isinstance(chain, str) or reason:
-            sites.append(GemmSite(name, node.op_type, weights, reason=reason))
+        reason = _HAS_GEMMS if has_gemms else _why_small(shape) or plain.reasons.get(index, "")
+        chain = reason or _choose_epilogue(graph, index, taken)
+        if isinstance(chain, str):
+            sites.append(GemmSite(name, node.op_type, weights, reason=chain))
             continue
         taken.update(chain.region.node_indices)
         sites.append(GemmSite(name, graph.operator_names(chain.region.node_indices), weights, chain))
-    return FoundGemms(graph, tuple(sites))
+    return FoundGemms(model, plain, graph, (*_with_common_type(sites), *_sites_of_subgraphs(model.graph, names)))
+
+
+def _sites_of_subgraphs(graph: onnx.GraphProto, names: FreshNames) -> list[GemmSite]:
+    """The matmuls of subgraphs, none of which is replaced: a run gives no tensors from which their errors could be measured."""
+    sites = []
+    for found in find_subgraph_matmuls(graph):
+        shape = [integer(d) for d in found.weight.dims]
+        reason = _why_small(shape) or f"it lies in {found.subgraph}, where errors of GEMMs cannot be measured"
+        name = names.make(found.node.name or found.node.output[0])
+        sites.append(GemmSite(name, found.node.op_type, " x ".join(map(str, shape)), reason=reason))
+    return sites
+
+
+def _with_common_type(sites: Sequence[GemmSite]) -> tuple[GemmSite, ...]:
+    """The same; those of another type than most have a reason: all StofGemm share a function, whose result has one type."""
+    chains = [site.chain for site in sites if site.chain is not None]
+    fitting, types = select_common_types(chains)
+    kept = {chain.region for chain in fitting}
+    name = TensorProto.DataType.Name(types[0]).lower() if types else ""
+    reason = f"most matmuls by constant weights are {name}, and all that become StofGemm have one type"
+    return tuple(
+        site if site.chain is None or site.chain.region in kept else replace(site, chain=None, reason=reason)
+        for site in sites
+    )
 
 
 def _why_small(shape: Sequence[Int]) -> str:

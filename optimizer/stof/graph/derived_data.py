@@ -25,6 +25,7 @@ from stof.graph.external_data import (
     is_external,
     map_array,
     set_location,
+    tensor_bytes,
 )
 from stof.graph.index import DOMAIN, all_nodes, captured_tensors
 from stof.graph.protobuf import copy_with_nodes, remove_named
@@ -32,6 +33,7 @@ from stof.graph.weight_layout import LAYOUT_MARK, LAYOUT_OPS, LayoutReader, Weig
 
 _ALIGNMENT = 4096  # a page: runtimes map whole ones
 _LEAST = 1 << 20  # bytes of an initializer that is worth a place in the file
+_LARGE = 1 << 30  # bytes of constants in a model
 _DIGEST_DIGITS = 16
 
 
@@ -80,11 +82,11 @@ class DerivedTensor:
 
 
 def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
-    """The weights in another layout; none where the model has no external data.
+    """The weights in another layout; none where the model has no external data and fits into a file.
 
     They are those that operators of stof alone read, and those whose node is marked.
     """
-    if not external_files(model):
+    if not external_files(model) and not _is_large(model):
         return []
     reader = LayoutReader(model.graph)
     others = {t for n in model.graph.node for t in captured_tensors(n)} | {o.name for o in model.graph.output}
@@ -113,6 +115,11 @@ def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
         if tensor is not None and name not in others and len(tensor.raw_data) >= _LEAST and not is_external(tensor):
             derived.append(DerivedTensor(name, tensor))
     return derived
+
+
+def _is_large(model: onnx.ModelProto) -> bool:
+    """Whether constants alone fill much of a file, whose limit is 2 GB: the layout of all of a model's weights may be new."""
+    return sum(tensor_bytes(t) or 0 for t in model.graph.initializer) > _LARGE
 
 
 def data_pieces(tensors: Sequence[DerivedTensor], folder: Path) -> Iterator[bytes]:

@@ -43,7 +43,7 @@ def folder_to_html(folder: FolderReport) -> str:
 
 
 def _summary(folder: FolderReport) -> str:
-    replaced = sum(r.replaced > 0 for r in folder.reports.values())
+    replaced = sum(r.has_result for r in folder.reports.values())
     verified = [r.verification for r in folder.analyzed.values() if r.verification is not None]
     count = len(folder.reports) + len(folder.failures)
     cards = [e.card("Models", str(count), f"{replaced} {'can be changed' if folder.dry_run else 'changed'}")]
@@ -87,7 +87,7 @@ def _cells(folder: FolderReport, model: str) -> list[str]:
     verdict, words, kind = verification_words(report)
     nodes = f"{report.nodes_before} → {report.nodes_after}" if changes else ""
     result = e.pill("failed", "bad") if error else _result(report)
-    details = str(error) if error else result_words(report) if not report.replaced else words
+    details = str(error) if error else result_words(report) if not report.has_result else words
     details = ". ".join(filter(None, [details, *report.reasons_kept()]))
     earlier = report.earlier_measurements
     if earlier is not None:
@@ -104,7 +104,7 @@ def _cells(folder: FolderReport, model: str) -> list[str]:
 
 
 def _result(report: Report) -> str:
-    if report.replaced:
+    if report.has_result:
         return e.pill("can be replaced" if report.dry_run else "replaced", "good")
     return e.pill("copied" if report.copied else "nothing to do", "kept")
 

@@ -95,7 +95,7 @@ def result_words(report: Report) -> str:
         return f"Written: {report.output}"
     if report.failure or (report.verification is not None and report.verification.failures):
         return "Verification failed: no file was written"
-    if report.replaced:
+    if report.has_result:
         return "No file was written"
     return f"Nothing to do: {reasons}; no file was written" if reasons else "Nothing to do"
 

@@ -30,7 +30,11 @@ def verification_words(report: Report) -> tuple[str, str, str]:
     """The value of the summary's card, the words below it, and the card's kind."""
     verification = report.verification
     if verification is None:
-        return "not verified", "a dry run" if report.dry_run else "" if report.replaced else "nothing was replaced", ""
+        return (
+            "not verified",
+            "a dry run" if report.dry_run else "" if report.has_result else "nothing was replaced",
+            "",
+        )
     count = sum(c.comparable for c in verification.comparisons)
     if failed := len(verification.failures):
         return "failed", f"{failed} of {count} comparisons", "bad"

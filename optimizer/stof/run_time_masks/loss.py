@@ -17,7 +17,7 @@ from stof.prompts.files import PromptSet
 from stof.prompts.loss import PromptLoss, has_logits
 from stof.report import Report
 from stof.sparsify.precision_report import PrecisionReport
-from stof.stages import Stage, find_model_inputs, typed_attributes_to_widen
+from stof.stages import Stage, find_model_inputs, typed_attributes_to_run, typed_attributes_to_widen
 
 
 def measure_loss_on_prompts(
@@ -35,7 +35,7 @@ def measure_loss_on_prompts(
         (d.held_out for d in decided if isinstance(d, HoldsPrompts) and d.held_out is not None), None
     )
     reduced = report.attention_precision
-    is_reduced = reduced is not None and bool(reduced.reduced)
+    is_reduced = reduced is not None and bool(reduced.reduced or reduced.gemms.reduced)
     if prompts is None or not (is_sparsified or changed or is_reduced):
         return
     from stof.prompt_runs.measure_loss import check_loss
@@ -80,7 +80,8 @@ def _measure(
 
     inputs = find_model_inputs(job, stages)
     if not (isinstance(reduced, EightBitReport) and reduced.reduced):
-        return measure_loss(job.source, final, inputs, prompts, folder, job.options)
+        typed = typed_attributes_to_run(job.model, stages)
+        return measure_loss(job.source, final, inputs, prompts, folder, job.options, typed)
     from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 
     emulated = emulate_eight_bits(final, reduced.by_name)

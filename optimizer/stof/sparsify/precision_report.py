@@ -107,9 +107,7 @@ class PrecisionReport:
         """A line for each kind of row, the error where it is the largest, and the loss."""
         if not self.rows and not self.gemms.rows:
             name = self.precision.name
-            return [
-                f"  no attention became an operator, which could compute in {name}; matmuls are taken beside one alone"
-            ]
+            return [f"  there is neither an attention nor a matmul by a constant weight that could compute in {name}"]
         groups: dict[PrecisionRow, list[PrecisionRow]] = defaultdict(list)
         for row in self.rows:
             kind = replace(row, node="", layer=0, relative_rms=None)

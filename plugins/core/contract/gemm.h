@@ -35,7 +35,7 @@ void CpuGemm(const CpuGemmArgs& args, CpuIsa isa, void* workspace, const Paralle
 // as IsaOfBf16Kernels of bf16_kernels.h says it of attention. None: they are computed in fp32.
 std::optional<CpuIsa> IsaOfBf16Gemm(CpuIsa isa);
 
-// A constant fp32 weight, or a pair of them, copied in the order in which the kernels read it.
+// A constant weight, or a pair of them, copied in the order in which the kernels read it.
 class CpuPackedWeights {
  public:
   // Whether packing pays, on which Pack depends.
@@ -44,6 +44,9 @@ class CpuPackedWeights {
   // for the kernels of a set of IsaOfBf16Gemm, which round the other factor as well. False where packing does not pay,
   // or there is no memory: then take CpuGemm.
   bool Pack(CpuIsa isa, bool is_bf16, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t K);
+  // The same of fp16 and bf16 weights, for the kernels in bf16: fp16 is rounded, bf16 copied.
+  bool PackNarrow(CpuIsa isa, DType dtype, const uint16_t* b0, const uint16_t* b1, int64_t stride, int64_t N,
+                  int64_t K);
   bool is_packed() const { return panels_ != nullptr; }
   bool is_bf16() const { return is_bf16_; }
   CpuIsa isa() const { return isa_; }
@@ -59,8 +62,14 @@ class CpuPackedWeights {
     void operator()(char* panels) const;
   };
   bool Allocate(int64_t bytes);
-  template <typename Kernels, typename T>
-  bool PackPanels(const Kernels& kernels, const float* b0, const float* b1, int64_t stride, int64_t N, int64_t depth);
+  struct Factors {
+    const void *b0, *b1;
+    DType dtype;
+    int64_t stride;
+  };
+  bool PackFactors(CpuIsa isa, bool is_bf16, const Factors& factors, int64_t N, int64_t K);
+  template <typename Kernels, typename T, typename PackPanel>
+  bool PackPanels(const Kernels& kernels, const Factors& factors, int64_t depth, const PackPanel& pack);
   CpuIsa isa_{};
   bool is_bf16_ = false;
   int64_t N_ = 0, K_ = 0, count_ = 1;
@@ -68,11 +77,21 @@ class CpuPackedWeights {
 };
 
 // act(p0 + bias0) [* (p1 + bias1)] * scale * row + residual in fp32, p0 and p1 the matmuls; nullptr where absent.
-struct CpuGemmEpilogue {
+template <typename T>
+struct CpuGemmEpilogueOf {
   Activation activation = Activation::kNone;
-  const float *bias0 = nullptr, *bias1 = nullptr, *scale = nullptr;  // [N]
-  const float* row = nullptr;                                        // [M]
-  const float* residual = nullptr;                                   // [M, N]
+  const T *bias0 = nullptr, *bias1 = nullptr, *scale = nullptr;  // [N]
+  const T* row = nullptr;                                        // [M]
+  const T* residual = nullptr;                                   // [M, N]
+};
+using CpuGemmEpilogue = CpuGemmEpilogueOf<float>;
+
+// fp16 or bf16 operands in the place of fp32 ones, for weights in bf16 alone.
+struct CpuNarrowOperands {
+  DType dtype = DType::kF32;                              // kF32: there are none
+  const uint16_t* a = nullptr;                            // [M, K]
+  const CpuGemmEpilogueOf<uint16_t>* epilogue = nullptr;  // nullptr: the matmuls themselves, in fp32
+  uint16_t* output = nullptr;                             // [M, N], of an epilogue; rounded to nearest even
 };
 
 struct CpuPackedGemmArgs {
@@ -81,6 +100,7 @@ struct CpuPackedGemmArgs {
   // [M, N] each; the second one is used for a pair without an epilogue alone.
   float* output[2] = {};
   const CpuGemmEpilogue* epilogue = nullptr;  // nullptr: the matmuls themselves
+  CpuNarrowOperands narrow;
 };
 size_t CpuPackedGemmWorkspace(int threads);
 // The same of weights in bf16.

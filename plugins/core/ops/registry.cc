@@ -8,7 +8,7 @@
 #include "plugins/core/ops/attention.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
 #include "plugins/core/ops/chain.h"
-#include "plugins/core/ops/gemm.h"
+#include "plugins/core/ops/gemm/gemm.h"
 #include "plugins/core/ops/paged_attention/paged_attention.h"
 #include "plugins/core/ops/quantized_attention/quantized_attention.h"
 #include "plugins/core/ops/sparse_mlp/sparse_mlp.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // StofGemm: docs/reference/gemm-format.md is its contract.
-#ifndef STOF_PLUGINS_CORE_OPS_GEMM_H_
-#define STOF_PLUGINS_CORE_OPS_GEMM_H_
+#ifndef STOF_PLUGINS_CORE_OPS_GEMM_GEMM_H_
+#define STOF_PLUGINS_CORE_OPS_GEMM_GEMM_H_
 
 #include "plugins/core/contract/op.h"
 
@@ -10,4 +10,4 @@ namespace stof {
 const OpDescription* GemmDescription();
 
 }  // namespace stof
-#endif  // STOF_PLUGINS_CORE_OPS_GEMM_H_
+#endif  // STOF_PLUGINS_CORE_OPS_GEMM_GEMM_H_

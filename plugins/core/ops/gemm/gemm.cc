@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plugins/core/ops/gemm.h"
+#include "plugins/core/ops/gemm/gemm.h"
 
 #include <algorithm>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,12 +11,12 @@
 #include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/gemm/gemm.h"
 #include "plugins/core/ops/attribute_checks.h"
+#include "plugins/core/ops/gemm/gemm_weights.h"
 #include "plugins/core/ops/named_inputs.h"
 
 namespace stof {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 8;
 constexpr int64_t kMostOnDevice = std::numeric_limits<int32_t>::max() - 256;
 constexpr int kFurtherInputs = kChainMostInputs - 1;
 
@@ -32,36 +31,18 @@ Status ParseAttributes(const AttributeReader& attributes, GemmEpilogue* epilogue
   return ParseGemm(text, pair, epilogue);
 }
 
-// The number of elements, or an error where it is too large.
-Status Count(const Tensor& tensor, const char* name, int64_t* count) {
-  *count = 1;
-  bool none = false;
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.dims[i] < 0) {
-      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected sizes of 0 or more");
-    }
-    none = none || tensor.dims[i] == 0;
-    if (tensor.dims[i] > 0 && __builtin_mul_overflow(*count, tensor.dims[i], count)) *count = kMost + 1;
-    if (*count > kMost) return Status::Error(std::string(name) + " is too large: " + ShapeText(tensor));
-  }
-  if (none) *count = 0;
-  return Status();
-}
-
 struct Sizes {
   int64_t M = 0, N = 0, K = 0;
 };
 
 class StofGemmOp final : public Op {
  public:
-  StofGemmOp(GemmEpilogue epilogue, bool allow_bf16) : epilogue_(std::move(epilogue)), allow_bf16_(allow_bf16) {}
+  StofGemmOp(GemmEpilogue epilogue, bool allow_bf16)
+      : epilogue_(std::move(epilogue)), weights_(epilogue_, allow_bf16) {}
 
   Status Prepare(const Tensor* inputs, int input_count) override {
     STOF_RETURN_IF_ERROR(CheckInputCount(input_count));
-    const PackableWeights found = FindPackable(inputs);
-    const std::optional<CpuIsa> bf16 = FindBf16Isa();
-    if (found.b0 == nullptr) return Status();
-    weights_.Pack(bf16.value_or(BestCpuIsa()), bf16.has_value(), found.b0, found.b1, found.stride, found.N, found.K);
+    weights_.Pack(inputs);
     return Status();
   }
   int InputCount() const override {
@@ -121,12 +102,10 @@ class StofGemmOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckInputs(inputs, input_count, &sizes));
     if (sizes.M == 0 || sizes.N == 0) return Status();
     // Runtimes give constant weights to Prepare.
-    const PackableWeights found = FindPackable(inputs);
-    const bool will_pack = found.b0 != nullptr && CpuPackedWeights::DoesPay(BestCpuIsa(), found.N, found.K);
+    const bool will_pack = weights_.CanPack(inputs) || weights_.IsPacked(inputs[0].dtype, sizes.N, sizes.K);
     WorkspaceCounter counter;
     CpuRun run;
-    STOF_RETURN_IF_ERROR(
-        PrepareCpu(inputs, sizes, will_pack || IsPacked(inputs, sizes), counter.MakeContext(threads), &run));
+    STOF_RETURN_IF_ERROR(PrepareCpu(inputs, sizes, will_pack, counter.MakeContext(threads), &run));
     *workspace = counter.bytes();
     return Status();
   }
@@ -173,7 +152,7 @@ class StofGemmOp final : public Op {
     }
     if (a.rank < 2) return Status::Error(NameOf(0) + " has shape " + ShapeText(a) + ", expected [..., M, K]");
     int64_t count = 0;
-    STOF_RETURN_IF_ERROR(Count(a, "input 0 (a)", &count));
+    STOF_RETURN_IF_ERROR(CountGemmElements(a, "input 0 (a)", &count));
     sizes->K = a.dims[a.rank - 1];
     sizes->M = 1;
     for (int i = 0; i + 1 < a.rank; ++i) sizes->M = a.dims[i] == 0 ? 0 : sizes->M * a.dims[i];
@@ -181,7 +160,7 @@ class StofGemmOp final : public Op {
       const std::string name = NameOf(w);
       const Tensor& weight = inputs[w];
       if (weight.dtype != a.dtype) return Status::Error(name + " is of another type than a, expected the same");
-      STOF_RETURN_IF_ERROR(Count(weight, name.c_str(), &count));
+      STOF_RETURN_IF_ERROR(CountGemmElements(weight, name.c_str(), &count));
       if (weight.rank != 2 || weight.dims[0] != sizes->K || (w == 2 && weight.dims[1] != b.dims[1])) {
         return Status::Error(name + " has shape " + ShapeText(weight) +
                              ", expected [K, N] with K = " + std::to_string(sizes->K) +
@@ -196,7 +175,7 @@ class StofGemmOp final : public Op {
       sizes->N /= 2;
     }
     const Tensor output = OutputOf(a, *sizes);
-    STOF_RETURN_IF_ERROR(Count(output, "the output", &count));
+    STOF_RETURN_IF_ERROR(CountGemmElements(output, "the output", &count));
     for (int number = epilogue_.products(); number < epilogue_.chain.inputs; ++number) {
       STOF_RETURN_IF_ERROR(CheckFurther(inputs[epilogue_.InputOf(number)], number, output, *sizes));
     }
@@ -212,7 +191,7 @@ class StofGemmOp final : public Op {
       return Status::Error(name + " has data type " + TypeText(tensor.dtype) + ", expected fp32, fp16 or bf16");
     }
     int64_t count = 0;
-    STOF_RETURN_IF_ERROR(Count(tensor, name.c_str(), &count));
+    STOF_RETURN_IF_ERROR(CountGemmElements(tensor, name.c_str(), &count));
     const int64_t last = tensor.rank > 0 ? tensor.dims[tensor.rank - 1] : 1;
     const int lead = output.rank - 1;
     const bool leads = tensor.rank >= lead && std::equal(output.dims, output.dims + lead, tensor.dims);
@@ -289,44 +268,17 @@ class StofGemmOp final : public Op {
     return args;
   }
 
-  // Constant fp32 weights that the CPU kernels take packed. b0 is nullptr where they are others; errors in them are
-  // left to runs.
-  struct PackableWeights {
-    const float *b0 = nullptr, *b1 = nullptr;
-    int64_t stride = 0, N = 0, K = 0;
-  };
-  PackableWeights FindPackable(const Tensor* inputs) const {
-    const Tensor &b0 = inputs[1], &b1 = inputs[epilogue_.weights()];
-    for (const Tensor* b : {&b0, &b1}) {
-      int64_t count = 0;
-      if (b->data == nullptr || b->dtype != DType::kF32 || b->rank != 2 || !Count(*b, "b", &count).ok()) return {};
-    }
-    const int64_t K = b0.dims[0], stride = b0.dims[1], N = epilogue_.pair == GemmPair::kHalves ? stride / 2 : stride;
-    if (b1.dims[0] != K || b1.dims[1] != stride || N * epilogue_.products() != stride * epilogue_.weights()) return {};
-    const auto* first = static_cast<const float*>(b0.data);
-    const auto* second = epilogue_.pair == GemmPair::kTwo      ? static_cast<const float*>(b1.data)
-                         : epilogue_.pair == GemmPair::kHalves ? first + N
-                                                               : nullptr;
-    if (epilogue_.form.swapped) std::swap(first, second);
-    return {first, second, stride, N, K};
-  }
-  // The set whose kernels round factors to bf16, where the node allows it and there is one.
-  std::optional<CpuIsa> FindBf16Isa() const { return allow_bf16_ ? IsaOfBf16Gemm(BestCpuIsa()) : std::nullopt; }
-  // Whether a run has the weights that were packed. A runtime must not call weights constant that change.
-  bool IsPacked(const Tensor* inputs, const Sizes& sizes) const {
-    return weights_.is_packed() && inputs[0].dtype == DType::kF32 && weights_.N() == sizes.N && weights_.K() == sizes.K;
-  }
-
-  // Whether the packed kernels have this epilogue, which they take in fp32 alone; fills it.
-  bool FindFusedEpilogue(const Tensor* inputs, CpuGemmEpilogue* fused) const {
+  // Whether the packed kernels have this epilogue, whose operands they take in a's type alone; fills it.
+  template <typename T>
+  bool FindFusedEpilogue(const Tensor* inputs, CpuGemmEpilogueOf<T>* fused) const {
     if (!epilogue_.has_form) return false;
     const GemmForm& form = epilogue_.form;
     bool right = true;
-    const auto at = [&](int number) -> const float* {
+    const auto at = [&](int number) -> const T* {
       if (number < 0) return nullptr;
       const Tensor& tensor = inputs[epilogue_.InputOf(number)];
-      right = right && tensor.dtype == DType::kF32;
-      return static_cast<const float*>(tensor.data);
+      right = right && tensor.dtype == inputs[0].dtype;
+      return static_cast<const T*>(tensor.data);
     };
     fused->activation = form.activation;
     fused->bias0 = at(form.bias0), fused->bias1 = at(form.bias1), fused->scale = at(form.scale);
@@ -337,12 +289,13 @@ class StofGemmOp final : public Op {
   // A run on the CPU, with all its memory: matmuls of as many rows as fit the caches, then the chain over them.
   struct CpuRun {
     bool is_packed = false;
-    bool is_fused = false;  // the packed kernels apply the epilogue: below, only fused, rows and panel are set
+    bool is_fused = false;  // the packed kernels apply the epilogue: below, only the epilogue, rows and panel are set
     CpuGemmEpilogue fused;
-    int64_t rows = 0;          // of a block
-    size_t floats = 0;         // of a product of a block
-    float* product = nullptr;  // those of a block, side by side
-    void* panel = nullptr;     // workspace of the matmul
+    CpuGemmEpilogueOf<uint16_t> narrow;  // in its place where a is fp16 or bf16
+    int64_t rows = 0;                    // of a block
+    size_t floats = 0;                   // of a product of a block
+    float* product = nullptr;            // those of a block, side by side
+    void* panel = nullptr;               // workspace of the matmul
     // Of blocks of `rows` rows, and of a shorter last one.
     std::shared_ptr<const cpu::ChainProgram> program[2];
     void* chain_workspace[2] = {};
@@ -352,9 +305,11 @@ class StofGemmOp final : public Op {
     constexpr int64_t kBlock = int64_t{1} << 20;  // elements of a product
     const int threads = std::max(1, context.parallel.threads);
     run->is_packed = is_packed;
-    run->is_fused = is_packed && FindFusedEpilogue(inputs, &run->fused);
+    const bool is_narrow = inputs[0].dtype != DType::kF32;
+    run->is_fused =
+        is_packed && (is_narrow ? FindFusedEpilogue(inputs, &run->narrow) : FindFusedEpilogue(inputs, &run->fused));
     run->rows = run->is_fused ? sizes.M : std::min(sizes.M, std::max<int64_t>(64, kBlock / sizes.N));
-    const bool is_bf16 = weights_.is_packed() ? weights_.is_bf16() : FindBf16Isa().has_value();
+    const bool is_bf16 = weights_.is_bf16();
     const size_t panel_bytes = !is_packed ? CpuGemmWorkspace(threads)
                                : is_bf16  ? CpuBf16GemmWorkspace(threads, run->rows, sizes.K)
                                           : CpuPackedGemmWorkspace(threads);
@@ -397,14 +352,20 @@ class StofGemmOp final : public Op {
 
   Status RunCpu(const Tensor* inputs, const Tensor& output, const Sizes& sizes, const RunContext& context) const {
     CpuRun run;
-    STOF_RETURN_IF_ERROR(PrepareCpu(inputs, sizes, IsPacked(inputs, sizes), context, &run));
+    STOF_RETURN_IF_ERROR(
+        PrepareCpu(inputs, sizes, weights_.IsPacked(inputs[0].dtype, sizes.N, sizes.K), context, &run));
     if (run.is_fused) {
       CpuPackedGemmArgs args;
       args.M = sizes.M;
-      args.a = static_cast<const float*>(inputs[0].data);
-      args.output[0] = static_cast<float*>(output.data);
-      args.epilogue = &run.fused;
-      CpuPackedGemm(args, weights_, run.panel, context.parallel);
+      if (inputs[0].dtype == DType::kF32) {
+        args.a = static_cast<const float*>(inputs[0].data);
+        args.output[0] = static_cast<float*>(output.data);
+        args.epilogue = &run.fused;
+      } else {
+        args.narrow = {inputs[0].dtype, static_cast<const uint16_t*>(inputs[0].data), &run.narrow,
+                       static_cast<uint16_t*>(output.data)};
+      }
+      CpuPackedGemm(args, weights_.packed(), run.panel, context.parallel);
       return Status();
     }
     for (int64_t m = 0; m < sizes.M; m += run.rows) {
@@ -429,10 +390,14 @@ class StofGemmOp final : public Op {
     if (run.is_packed) {
       CpuPackedGemmArgs args;
       args.M = block.M;
-      args.a = reinterpret_cast<const float*>(a);
+      if (inputs[0].dtype == DType::kF32) {
+        args.a = reinterpret_cast<const float*>(a);
+      } else {
+        args.narrow.dtype = inputs[0].dtype, args.narrow.a = reinterpret_cast<const uint16_t*>(a);
+      }
       args.output[0] = run.product, args.output[1] = run.product + run.floats;
       if (epilogue_.form.swapped) std::swap(args.output[0], args.output[1]);
-      CpuPackedGemm(args, weights_, run.panel, parallel);
+      CpuPackedGemm(args, weights_.packed(), run.panel, parallel);
       return;
     }
     const auto* b0 = static_cast<const char*>(inputs[1].data);
@@ -450,8 +415,7 @@ class StofGemmOp final : public Op {
   }
 
   const GemmEpilogue epilogue_;
-  const bool allow_bf16_;
-  CpuPackedWeights weights_;  // where they are constant
+  GemmWeights weights_;  // where they are constant
   bool may_wait_ = false;
 };
 

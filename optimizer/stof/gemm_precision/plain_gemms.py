@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemm nodes with a transposed or scaled constant weight, as Gemm nodes with neither.
+
+StofGemm and its kernels have one layout of a weight, [K, N]. The transposed weight takes the place of the stored one, so that the
+file has as many bytes as before. An attribute for the layout would need kernels that pack from it on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from stof.errors import UnsupportedError
+from stof.graph.external_data import map_array
+from stof.graph.index import captured_tensors, domain_of, node_tensors
+from stof.graph.names import FreshNames
+from stof.graph.node_fields import attributes_of, input_of
+from stof.graph.protobuf import copy_node, copy_with_nodes, remove_named
+
+_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+
+@dataclass(frozen=True, eq=False)
+class PlainGemm:
+    """What takes the place of a Gemm node.
+
+    Attributes:
+        node: a Gemm without attributes.
+        tensors: new constants.
+        gone: the names of those that nothing reads any more.
+    """
+
+    node: onnx.NodeProto
+    tensors: tuple[TensorProto, ...]
+    gone: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class PlainGemms:
+    """The plain forms of a model's Gemm nodes.
+
+    Attributes:
+        forms: by the index of the node.
+        reasons: why others have none, by the index.
+    """
+
+    forms: Mapping[int, PlainGemm]
+    reasons: Mapping[int, str]
+
+    def put(self, model: onnx.ModelProto, indices: Iterable[int]) -> onnx.ModelProto:
+        """A copy of the model with the plain forms of some nodes; itself where there are none."""
+        forms = {i: self.forms[i] for i in indices if i in self.forms}
+        if not forms:
+            return model
+        nodes = [forms[i].node if i in forms else n for i, n in enumerate(model.graph.node)]
+        result = copy_with_nodes(model, nodes)
+        gone = {name for form in forms.values() for name in form.gone}
+        remove_named(result.graph.initializer, gone)
+        remove_named(result.graph.value_info, gone)
+        result.graph.initializer.extend(t for form in forms.values() for t in form.tensors)
+        return result
+
+
+def find_plain_gemms(model: onnx.ModelProto, least: int, folder: Path) -> PlainGemms:
+    """The plain forms of the Gemm nodes in a model's main graph that have transposed or scaled constants.
+
+    Args:
+        model: the model.
+        least: elements of a weight that counts.
+        folder: of the model's external data.
+    """
+    graph = model.graph
+    given = {v.name for v in graph.input}
+    stored = {t.name: t for t in graph.initializer if t.name not in given}
+    names = FreshNames([*given, *stored, *(t for n in graph.node for t in node_tensors(n))])
+    readers = Counter(name for n in graph.node for name in {*n.input, *captured_tensors(n)})
+    readers.update(o.name for o in graph.output)
+    forms, reasons = dict[int, PlainGemm](), dict[int, str]()
+    for index, node in enumerate(graph.node):
+        if node.op_type != "Gemm" or domain_of(node) or (weight := stored.get(input_of(node, 1))) is None:
+            continue
+        if weight.data_type not in _TYPES or len(weight.dims) != 2 or math.prod(weight.dims) < least:
+            continue
+        form = _PlainForm(node, stored, readers, names, folder)
+        try:
+            if form.is_needed():
+                forms[index] = form.make()
+        except UnsupportedError as error:
+            reasons[index] = str(error)
+    return PlainGemms(forms, reasons)
+
+
+class _PlainForm:
+    """One Gemm node by a constant weight."""
+
+    def __init__(
+        self,
+        node: onnx.NodeProto,
+        stored: Mapping[str, TensorProto],
+        readers: Mapping[str, int],
+        names: FreshNames,
+        folder: Path,
+    ) -> None:
+        attributes = attributes_of(node)
+        self.node = node
+        self.readers, self.names, self.folder = readers, names, folder
+        self.weight, self.bias = stored[node.input[1]], stored.get(input_of(node, 2))
+        self.alpha, self.beta = (float(attributes.get(name, 1.0)) for name in ("alpha", "beta"))
+        self.is_left_transposed = bool(attributes.get("transA", 0))
+        self.is_transposed = bool(attributes.get("transB", 0))
+        self.columns = int(self.weight.dims[0 if self.is_transposed else 1])
+
+    def is_needed(self) -> bool:
+        """Whether the node is none that StofGemm computes as it is."""
+        scales_bias = bool(input_of(self.node, 2)) and self.beta != 1
+        is_one = self.bias is not None and math.prod(self.bias.dims) == 1
+        return self.is_left_transposed or self.is_transposed or self.alpha != 1 or scales_bias or is_one
+
+    def make(self) -> PlainGemm:
+        """The plain form.
+
+        Raises:
+            UnsupportedError: where it has none.
+        """
+        if self.is_left_transposed:
+            raise UnsupportedError("its left operand is transposed (transA)")
+        weights = self._plain_weight()
+        bias = self._plain_bias()
+        node = copy_node(self.node)
+        del node.attribute[:]
+        inputs = [node.input[0], weights.name if weights else node.input[1]]
+        if bias is not None:
+            inputs.append(bias.name)
+        elif self.beta != 0 and input_of(node, 2):
+            inputs.append(node.input[2])
+        del node.input[:]
+        node.input.extend(inputs)
+        gone = {n for n in self.node.input if n not in inputs and self.readers[n] == 1}
+        stored = {t.name for t in (self.weight, self.bias) if t is not None}
+        return PlainGemm(node, tuple(t for t in (weights, bias) if t is not None), frozenset(gone & stored))
+
+    def _plain_weight(self) -> TensorProto | None:
+        """The weight as [K, N], times alpha; None: as it is stored."""
+        if not self.is_transposed and self.alpha == 1:
+            return None
+        if self.readers[self.weight.name] > 1:
+            raise UnsupportedError(
+                "its weight is transposed or scaled and others read it as it is stored: a second copy would make the file larger"
+            )
+        array = map_array(self.weight, self.folder)
+        if self.alpha != 1:
+            array = self._scale(array, self.alpha, "alpha")
+        return self._tensor(self.weight, array.T if self.is_transposed else array)
+
+    def _plain_bias(self) -> TensorProto | None:
+        """The bias times beta, one element for each column; None: as it is stored, or without any."""
+        name = input_of(self.node, 2)
+        if not name or self.beta == 0:
+            return None
+        if self.bias is None:
+            if self.beta != 1:
+                raise UnsupportedError(f"its bias is not constant, and beta is {self.beta:g}")
+            return None
+        is_one = math.prod(self.bias.dims) == 1
+        if self.beta == 1 and not is_one:
+            return None
+        array = map_array(self.bias, self.folder)
+        if self.beta != 1:
+            array = self._scale(array, self.beta, "beta")
+        return self._tensor(self.bias, np.repeat(array.reshape(1), self.columns) if is_one else array)
+
+    def _scale(self, array: np.ndarray, factor: float, name: str) -> np.ndarray:
+        """A constant times a factor.
+
+        Raises:
+            UnsupportedError: where numbers would be lost, or rounded to 16 bits once more.
+        """
+        if factor == 0 or not math.isfinite(factor):
+            raise UnsupportedError(f"{name} is {factor:g}")
+        exact = array.astype(np.float64) * factor
+        with np.errstate(over="ignore", under="ignore"):
+            scaled = exact.astype(array.dtype)
+        wide = scaled.astype(np.float64)
+        if not np.array_equal(np.isfinite(wide), np.isfinite(exact)):
+            raise UnsupportedError(
+                f"its constants times {name} = {factor:g} are beyond the largest number of their type"
+            )
+        if array.dtype != np.float32 and not np.array_equal(wide, exact, equal_nan=True):
+            raise UnsupportedError(f"its constants times {name} = {factor:g} would be rounded to 16 bits once more")
+        return scaled
+
+    def _tensor(self, like: TensorProto, array: np.ndarray) -> TensorProto:
+        name, values = self.names.make(f"{like.name}/plain"), np.ascontiguousarray(array).tobytes()
+        return helper.make_tensor(name, like.data_type, array.shape, values, raw=True)
