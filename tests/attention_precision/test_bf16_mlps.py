@@ -15,8 +15,8 @@ from precision_runs import run
 
 import stof
 from stof.arguments.precisions import BF16
-from stof.mlp_precision import nodes
-from stof.mlp_precision.nodes import METADATA, sparse_mlps_of
+from stof.attention_precision import mlp_nodes
+from stof.attention_precision.mlp_nodes import METADATA, sparse_mlps_of
 from stof.sparse_mlp.checks.oracle import MlpWeights
 
 pytestmark = pytest.mark.usefixtures("small_mlps_gain")
@@ -228,7 +228,7 @@ def test_other_weights_stay(form: MlpForm, reason: str, tmp_path: Path) -> None:
 
 
 def test_a_library_without_the_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "takes_attribute", lambda op, attribute: False)
+    monkeypatch.setattr(mlp_nodes, "takes_attribute", lambda op, attribute: False)
     _, target, report = run(tmp_path, put(tmp_path, MlpForm()), "--allow-bf16")
     assert flags_of(target) == [0, 0]
     rows = report["attention_precision"]["mlps"]["rows"]

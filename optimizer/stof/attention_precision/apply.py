@@ -14,14 +14,14 @@ from stof.attention_precision.eight_bits import apply_eight_bits, report_eight_b
 from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.attention_precision.measured import draw_sets, longest_sets
+from stof.attention_precision.mlp_errors import measure_mlp_errors
+from stof.attention_precision.mlp_nodes import find_mlp_rows, put_mlp_precision
 from stof.errors import ArgumentError, UnsupportedError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
 from stof.gemm_precision.apply import judge_rows, put_gemms, report_gemms
 from stof.gemm_precision.errors import describe_rows, measure_gemm_errors
 from stof.gemm_precision.sites import FoundGemms, find_gemms
-from stof.mlp_precision.errors import measure_mlp_errors
-from stof.mlp_precision.nodes import find_mlp_rows, put_mlp_precision
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
 from stof.report import Report

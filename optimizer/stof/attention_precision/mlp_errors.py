@@ -10,7 +10,7 @@ import onnx
 
 from stof.arguments.precisions import RoundedOperands
 from stof.attention_precision.errors import Captured, Layers, visit_sites
-from stof.mlp_precision.nodes import put_mlp_precision, sparse_mlps_of
+from stof.attention_precision.mlp_nodes import put_mlp_precision, sparse_mlps_of
 from stof.op_rewrite import Job
 from stof.sparse_mlp.checks.site_checks import MOST_TOKENS
 from stof.stages import Stage
