@@ -12,8 +12,8 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// Rows of fp32 are added where they lie, and of fp16 and bf16 those of the tokens of a tile: few tokens add kDownRows whole
-// rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
+// Rows of fp32 are added where they lie, and of fp16 and bf16 those of the tokens of a tile: few tokens add kDownRows
+// whole rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
 constexpr int kDownRows = 8;
 constexpr int64_t kFewTokens = 4, kGroupRows = 16, kPieceColumns = 256;
 // The sums of all tokens stay in the L2 cache: so many bytes of them, but kLeastColumns columns, since short pieces of
