@@ -165,7 +165,7 @@ def _sparse_mlp(arguments: argparse.Namespace, threads: int) -> int:
             layers = None  # the memory of those before
             layers = sparse_mlp.Layers(case.shape, case.mode, case.precision, threads)
         problem = sparse_mlp.MlpPointProblem(case, layers)
-        record = measure_point(problem, sparse_mlp.CANDIDATES, device, arguments.rounds)
+        record = measure_point(problem, sparse_mlp.candidates_of(case.precision), device, arguments.rounds)
         store(arguments.results / "sparse-mlp-cpu.json", record)
         say(*sparse_mlp.describe_record(record))
         untimed += _lacks_times(record)

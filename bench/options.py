@@ -129,7 +129,8 @@ def _add_quantized(commands: Commands) -> None:
     models.add_argument("--lengths", nargs="+", type=int, default=[512], metavar="S")
     models.add_argument("--threads", type=int, default=2)
     models.add_argument("--rounds", type=int, default=5)
-    models.add_argument("--folder", type=Path, default=Path("build/bench/quantized"), metavar="DIR")
+    models.add_argument("--folder", type=Path, default=Path("build/bench/quantized"), metavar="DIR", help="of models")
+    models.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
 
 
 def _add_sites(commands: Commands) -> None:

@@ -3,7 +3,7 @@
 
 Stored graphs get random weights and are quantized by ONNX Runtime's own tools, attention matmuls included. The quantized model,
 the one with the graph's own rounding and the one with float attention alternate, each optimized by ONNX Runtime as far as it
-can; the medians count. Files are kept in ``--folder``, and found there again.
+can; the medians count. Files are kept in ``--folder``, and found there again; times go to ``--results``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import onnxruntime as ort
 
 import stof
 from bench.core.clone import load_module
+from stof.bench import measure
+from stof.bench.results import Record, store
 from stof.options import Options
 from stof.terminal import say
 
@@ -147,8 +150,36 @@ def time_files(files: QuantizedFiles, length: int, threads: int, rounds: int) ->
     return {name: float(np.median(found)) for name, found in times.items()}
 
 
+def describe(
+    case: tuple[str, str, str, int],
+    times: Mapping[str, float],
+    arguments: argparse.Namespace,
+    rates: Mapping[str, float],
+) -> Record:
+    """The record of a model, a format, the quantized operators and a length.
+
+    Args:
+        case: these.
+        times: median milliseconds by the names of the table.
+        arguments: of the command.
+        rates: of the machine.
+    """
+    name, format_name, operators, length = case
+    return {
+        "key": [*case, arguments.threads],
+        "grid": "quantized",
+        "model": name,
+        "format": format_name,
+        "operators": operators,
+        "shape": {"B": 1, "S": length},
+        "machine": {**measure.machine(arguments.threads), **rates},
+        "rounds": arguments.rounds,
+        "median_seconds": {key: round(1e-3 * ms, 6) for key, ms in times.items()},
+    }
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """The command: a table; 1 where a length is beyond a model's positions."""
+    """The command: a table, and its records; 1 where a length is beyond a model's positions."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)
     say(
@@ -156,6 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
         "|---|---|---|---|---|---|---|",
     )
     beyond: list[str] = []
+    rates = measure.rates(arguments.threads)
     for name in arguments.models:
         for format_name in arguments.formats:
             for operators in arguments.operators:
@@ -166,6 +198,8 @@ def run(arguments: argparse.Namespace) -> int:
                     except RunError as error:
                         beyond.append(str(error))
                         continue
+                    case = (name, format_name, operators, length)
+                    store(arguments.results / "quantized-cpu.json", describe(case, found, arguments, rates))
                     base = found["quantized"]
                     cells = [f"{base:.0f} ms", *(f"{base / ms:.2f}x" for n, ms in found.items() if n != "quantized")]
                     say(f"| {name} | {format_name} | {operators} | {length} | {' | '.join(cells)} |")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -29,14 +29,15 @@ _INPUTS = 16  # random tokens that take turns: their active neurons differ, so t
 _RANK = 0.04  # of a predictor, of the neurons
 _LEVEL = 4  # the accuracy level of int4, as ONNX Runtime GenAI's builder writes it
 _FILE = "weights"
-TOLERANCE = {"fp32": 1e-4, "int4": 0.05}  # of the largest value; int4: matmuls round what they multiply to int8
+# Of the largest value. int4: matmuls round what they multiply to int8; bf16: weights are rounded.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "int4": 0.05}
 
 Array = npt.NDArray[Any]
 
 SHAPES = {"llama-3b": (3072, 8192), "opt-1.3b": (2048, 8192)}
 SMALL_SIZES = {f"k{K}": K for K in (128, 256, 512, 768, 1024)}  # weights that caches hold
 MODES = ("plain", "gated", "predicted")
-PRECISIONS = ("fp32", "int4")
+PRECISIONS = ("fp32", "bf16", "int4")  # bf16: fp32 models with --allow-bf16
 DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.01)
 TOKENS = (1, 4, 16)
 
@@ -48,7 +49,7 @@ class MlpCase:
     Attributes:
         mode: ``plain`` (fc1, relu, fc2) and ``gated`` (gate, relu, up, down) compute the first matmul densely;
             ``predicted`` is gated with a predictor of rank 4 % of F.
-        precision: of the weights.
+        precision: of the weights that the operator reads; the dense MLP of ``bf16`` reads fp32.
     """
 
     shape: str
@@ -68,20 +69,24 @@ class MlpCase:
         return sizes_of(self.shape, self.mode)[1]
 
     def row_bytes(self, size: int) -> float:
-        """Bytes of a row of a gate or up weight, with its scales."""
-        return 4 * size if self.precision == "fp32" else size / 2 + 4 * size / _BLOCK
+        """Bytes of a row of a gate or up weight in the model, with its scales."""
+        return 4 * size if self.precision != "int4" else size / 2 + 4 * size / _BLOCK
+
+    def read_bytes(self, size: int) -> float:
+        """Bytes of such a row as the operator reads it."""
+        return 2 * size if self.precision == "bf16" else self.row_bytes(size)
 
     def touched_bytes(self, active: Array) -> float:
         """Bytes of weights that a call reads. active: which neurons are active, [T, F]."""
         K, F = self.K, self.F
         used = active.any(0)
         rows = int(used.sum())
-        total = rows * self.row_bytes(K) * (self.mode != "plain")
-        total += F * self.row_bytes(K) if self.mode != "predicted" else rows * self.row_bytes(K)
+        total = rows * self.read_bytes(K) * (self.mode != "plain")
+        total += F * self.row_bytes(K) if self.mode != "predicted" else rows * self.read_bytes(K)
         if self.mode == "predicted":
-            total += (4 if self.precision == "fp32" else 1) * rank(F) * (K + F)
-        if self.precision == "fp32":
-            return total + 4 * rows * K
+            total += (4 if self.precision != "int4" else 1) * rank(F) * (K + F)
+        if self.precision != "int4":
+            return total + rows * self.read_bytes(K)
         groups = int(used.reshape(-1, _BLOCK).any(1).sum())
         return total + rows * K / 2 + 4 * groups * K
 
@@ -134,8 +139,9 @@ class Layers:
         self.threads = threads
         self._kept: list[Any] = []
         self.weights = [self._draw() for _ in range(layers)]
-        self.stof = [self._session(self._sparse(w), w, stof=True) for w in self.weights]
-        self.dense = [self._session(self._dense(w), w, stof=False) for w in self.weights]
+        self.stof = [self._session(self._sparse(allow_bf16=precision == "bf16"), w, stof=True) for w in self.weights]
+        self.fp32 = [self._session(self._sparse(), w, stof=True) for w in self.weights if precision == "bf16"]
+        self.dense = [self._session(self._dense(), w, stof=False) for w in self.weights]
 
     def _normal(self, rows: int, size: int) -> Array:
         return self.rng.standard_normal((rows, size), np.float32) * np.float32(1 / np.sqrt(size))
@@ -147,7 +153,7 @@ class Layers:
         if self.mode == "predicted":
             found |= self._predictor()
         for name in names:
-            if self.precision == "fp32":
+            if self.precision != "int4":
                 found[name] = self._normal(F, K)
                 if name != "down":
                     found[f"{name}_dense"] = np.ascontiguousarray(found[name].T)
@@ -166,7 +172,7 @@ class Layers:
 
     def _predictor(self) -> dict[str, Array]:
         factors = {"predictor_down": (rank(self.F), self.K), "predictor_up": (self.F, rank(self.F))}
-        if self.precision == "fp32":
+        if self.precision != "int4":
             return {name: self._normal(*shape) for name, shape in factors.items()}
         found: dict[str, Array] = {}
         for name, (rows, size) in factors.items():
@@ -178,7 +184,7 @@ class Layers:
     def _dense_matmul(self, x: str, name: str, y: str) -> onnx.NodeProto:
         """A dense matmul by ONNX Runtime's node of the precision."""
         is_down = name == "down"
-        if self.precision == "fp32":
+        if self.precision != "int4":
             return helper.make_node("MatMul", [x, "down" if is_down else f"{name}_dense"], [y])
         names = ["down_dense", "down_dense_scales"] if is_down else [name, f"{name}_scales"]
         sizes = (self.F, self.K) if is_down else (self.K, self.F)
@@ -197,14 +203,13 @@ class Layers:
     def _gate(self) -> list[onnx.NodeProto]:
         return [self._dense_matmul("x", "gate", "g0"), helper.make_node("Add", ["g0", "shift"], ["g"])]
 
-    def _dense(self, weights: dict[str, Array]) -> list[onnx.NodeProto]:
-        del weights
+    def _dense(self) -> list[onnx.NodeProto]:
         nodes = [*self._gate(), helper.make_node("Relu", ["g"], ["h" if self.mode == "plain" else "a"])]
         if self.mode != "plain":
             nodes += [self._dense_matmul("x", "up", "u"), helper.make_node("Mul", ["a", "u"], ["h"])]
         return [*nodes, self._dense_matmul("h", "down", "y")]
 
-    def _sparse(self, weights: dict[str, Array]) -> list[onnx.NodeProto]:
+    def _sparse(self, *, allow_bf16: bool = False) -> list[onnx.NodeProto]:
         is_predicted, is_plain = self.mode == "predicted", self.mode == "plain"
         names = ["g" if is_plain else "x", "" if is_predicted else "g", "gate" if is_predicted else "",
                  "" if is_plain else "up", "down", *[""] * 14]  # fmt: skip
@@ -216,8 +221,9 @@ class Layers:
             if is_predicted:
                 names[17:19] = ["predictor_down_scales", "predictor_up_scales"]
         attributes: dict[str, Any] = (
-            {} if self.precision == "fp32" else {"bits": 4, "block_size": _BLOCK, "accuracy_level": _LEVEL}
+            {} if self.precision != "int4" else {"bits": 4, "block_size": _BLOCK, "accuracy_level": _LEVEL}
         )
+        attributes |= {"allow_bf16": 1} if allow_bf16 else {}
         selection = "predictor" if is_predicted else "nonzero"
         node = helper.make_node(
             "StofSparseMLP", names, ["y"], domain="stof", activation="relu", selection=selection, **attributes
@@ -270,7 +276,8 @@ class Layers:
 
     def reference(self) -> MlpReference:
         """The first layer in fp64."""
-        return MlpReference(self.weights[0], self.precision, self.mode, self.F, self.K, rank(self.F))
+        stored = "int4" if self.precision == "int4" else "fp32"
+        return MlpReference(self.weights[0], stored, self.mode, self.F, self.K, rank(self.F))
 
     def runner(self, sessions: Sequence[Any], inputs: Sequence[Array], shift: Array) -> Callable[[], Array]:
         """What runs the next layer on the next tokens."""
@@ -316,7 +323,9 @@ class MlpPointProblem(PointProblem):
         self.inputs = [rng.standard_normal((case.T, case.K), np.float32) for _ in range(_INPUTS - 1)]
         self.shift = layers.shift(case, np.concatenate(self.inputs))
         self._expected = layers.reference().expected(self.inputs[0], self.shift)
-        self._touched = {"stof": case.touched_bytes(self._expected.active), "ort": case.dense_bytes()}
+        active = self._expected.active
+        self._touched = {"stof": case.touched_bytes(active), "ort": case.dense_bytes()}
+        self._touched["stof-fp32"] = replace(case, precision="fp32").touched_bytes(active)
 
     def error(self, output: Array) -> float:
         """The largest difference of the first layer's output on the first input from fp64."""
@@ -324,7 +333,7 @@ class MlpPointProblem(PointProblem):
 
     def is_checked(self, candidate: str) -> bool:
         """Whether a candidate computes the same: predicted neurons are not those of the dense MLP."""
-        return candidate == "stof" or self.case.mode != "predicted"
+        return candidate != "ort" or self.case.mode != "predicted"
 
     def describe(self, threads: int) -> Record:
         """Key, shape, and the shares of active neurons."""
@@ -350,9 +359,12 @@ class MlpPointProblem(PointProblem):
 
     def compare(self, timings: Mapping[str, Timing]) -> Record:
         """How many times faster the sparse MLP is."""
-        if len(timings) < len(CANDIDATES):
+        if "stof" not in timings or "ort" not in timings:
             return {}
-        return {"speedup": round(timings["ort"].best / timings["stof"].best, 3)}
+        found = {"speedup": round(timings["ort"].best / timings["stof"].best, 3)}
+        if "stof-fp32" in timings:
+            found["over_fp32"] = round(timings["stof-fp32"].best / timings["stof"].best, 3)
+        return found
 
 
 def _runner_of(sessions: Callable[[Layers], Sequence[Any]]) -> Callable[[MlpPointProblem, int], Runner]:
@@ -368,6 +380,12 @@ CANDIDATES: tuple[Candidate[MlpPointProblem, int, Runner], ...] = (
     Candidate("stof", "StofSparseMLP", _runner_of(lambda layers: layers.stof)),
     Candidate("ort", "ONNX Runtime, dense", _runner_of(lambda layers: layers.dense)),
 )
+_FP32 = Candidate("stof-fp32", "StofSparseMLP in fp32", _runner_of(lambda layers: layers.fp32))
+
+
+def candidates_of(precision: str) -> tuple[Candidate[MlpPointProblem, int, Runner], ...]:
+    """What is timed in turns; of bf16 also the operator without it."""
+    return (*CANDIDATES, _FP32) if precision == "bf16" else CANDIDATES
 
 
 def describe_record(record: Record) -> list[str]:
@@ -383,4 +401,5 @@ def describe_record(record: Record) -> list[str]:
         f"{own['bandwidth']:4.0%} of {record['machine']['read_gbps']:.1f} GB/s (error {own['error']:.0e}); "
         f"ONNX Runtime {other['us']:9.1f} us, {other['bandwidth']:4.0%}: {record['speedup']:5.2f}x, "
         f"by bytes {record['bound']:.2f}x"
+        + (f"; {record['over_fp32']:.2f}x over the operator in fp32" if "over_fp32" in record else "")
     ]

@@ -50,8 +50,8 @@ void DotPairs(const typename E::T* const (&w)[kDotRows], const float* const (&x)
 
 // sums[i * kMlpTokens + t] += w[i] · (x + t * stride), kTokens of them. Meanwhile next[i] is prefetched, next_step
 // bytes for each vector: prefetched at once, so many lines would stall the loads.
-template <int kTokens>
-void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
+template <typename E, int kTokens>
+void DotTile(const typename E::T* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
              const char* const (&next)[kDotRows], int64_t next_step, float* sums) {
   V sum[kDotRows][kTokens];
 #pragma GCC unroll 4
@@ -68,7 +68,7 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
     for (int i = 0; i < kDotRows; ++i) __builtin_prefetch(next[i] + next_at, 0, 2);
 #pragma GCC unroll 4
     for (int i = 0; i < kDotRows; ++i) {
-      const V row = Simd::Load(w[i] + k);
+      const V row = E::Load(w[i] + k);
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Fma(row, y[t], sum[i][t]);
     }
@@ -76,7 +76,7 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
   if (k < depth) {
     STOF_UNROLL_SUMS
     for (int i = 0; i < kDotRows; ++i) {
-      const V row = LoadFirst<Fp32Element>(w[i] + k, depth - k);
+      const V row = LoadFirst<E>(w[i] + k, depth - k);
       STOF_UNROLL_SUMS
       for (int t = 0; t < kTokens; ++t) sum[i][t] = Simd::Fma(row, Simd::Load(x + t * stride + k), sum[i][t]);
     }
@@ -90,13 +90,13 @@ void DotTile(const float* const (&w)[kDotRows], const float* x, int64_t stride, 
 
 #undef STOF_UNROLL_SUMS
 
-template <int kTokens = kDotTokens>
-void DotSomeTokens(int64_t tokens, const float* const (&w)[kDotRows], const float* x, int64_t stride, int64_t depth,
-                   const char* const (&next)[kDotRows], int64_t next_step, float* sums) {
+template <typename E, int kTokens = kDotTokens>
+void DotSomeTokens(int64_t tokens, const typename E::T* const (&w)[kDotRows], const float* x, int64_t stride,
+                   int64_t depth, const char* const (&next)[kDotRows], int64_t next_step, float* sums) {
   if constexpr (kTokens > 1) {
-    if (tokens < kTokens) return DotSomeTokens<kTokens - 1>(tokens, w, x, stride, depth, next, next_step, sums);
+    if (tokens < kTokens) return DotSomeTokens<E, kTokens - 1>(tokens, w, x, stride, depth, next, next_step, sums);
   }
-  DotTile<kTokens>(w, x, stride, depth, next, next_step, sums);
+  DotTile<E, kTokens>(w, x, stride, depth, next, next_step, sums);
 }
 
 // kDotRows rows and the tokens that need them.
@@ -176,9 +176,31 @@ class RowGroup {
     return ahead_.lines();
   }
 
+  // The slab of each row where it lies, of a type that is converted on the way.
+  template <typename E>
+  void FindSlab(int64_t k0, const typename E::T* (&w)[kDotRows]) const {
+    for (int64_t i = 0; i < kDotRows; ++i) {
+      w[i] = reinterpret_cast<const typename E::T*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
+    }
+  }
+
   void RunTile(int64_t k0, int64_t depth) {
+    // A single tile reads each value once.
+    if (p_.rows.bits == 0 && p_.tokens <= kDotTokens) {
+      return WithElement(p_.rows.dtype, [&](auto element) {
+        using E = decltype(element);
+        const typename E::T* w[kDotRows];
+        FindSlab<E>(k0, w);
+        MultiplyTiles<E>(w, k0, depth);
+      });
+    }
     const float* w[kDotRows];
     LoadSlab(k0, depth, w);
+    MultiplyTiles<Fp32Element>(w, k0, depth);
+  }
+
+  template <typename E>
+  void MultiplyTiles(const typename E::T* const (&w)[kDotRows], int64_t k0, int64_t depth) {
     // The slab that is read after this one, each tile its part of it.
     const bool is_last = k0 + depth == p_.rows.size;
     const int64_t next_k = is_last ? 0 : k0 + depth;
@@ -192,7 +214,7 @@ class RowGroup {
         const char* const row = is_last ? next_[r] : p_.rows.data + neuron_[r] * p_.rows.stride;
         next[r] = row + BytesOf(p_.rows, next_k) + bytes * i / tiles;
       }
-      DotSomeTokens(tokens, w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth, next, next_step, sums_ + t);
+      DotSomeTokens<E>(tokens, w, p_.x + t * p_.x_stride + k0, p_.x_stride, depth, next, next_step, sums_ + t);
     }
   }
 
@@ -202,9 +224,7 @@ class RowGroup {
       return WithElement(p_.rows.dtype, [&](auto element) {
         using E = decltype(element);
         const typename E::T* rows[kDotRows];
-        for (int i = 0; i < kDotRows; ++i) {
-          rows[i] = reinterpret_cast<const typename E::T*>(p_.rows.data + neuron_[i] * p_.rows.stride) + k0;
-        }
+        FindSlab<E>(k0, rows);
         Multiply<E>(rows, k0, depth);
       });
     }

@@ -12,16 +12,16 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// Rows of fp32 are added where they lie, and of other types those of one or two tokens: few tokens add kDownRows whole
-// rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
+// Rows of fp32 are added where they lie, and of fp16 and bf16 those of the tokens of a tile: few tokens add kDownRows
+// whole rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
 constexpr int kDownRows = 8;
 constexpr int64_t kFewTokens = 4, kGroupRows = 16, kPieceColumns = 256;
 // The sums of all tokens stay in the L2 cache: so many bytes of them, but kLeastColumns columns, since short pieces of
 // rows come from memory more slowly.
 constexpr int64_t kSumBytes = 1 << 20, kLeastColumns = 1024;
-// Other rows are converted first, once for kLeastConvertedTokens tokens or more: pieces of kMostGroupRows rows, a bit
+// Other rows are converted first, once for all tokens: pieces of kMostGroupRows rows, a bit
 // each of a word.
-constexpr int64_t kMostGroupRows = 64, kConvertedColumns = 512, kLeastConvertedTokens = 3;
+constexpr int64_t kMostGroupRows = 64, kConvertedColumns = 512;
 constexpr int kDownVectors = 2;  // of a tile of columns and tokens
 constexpr int kDownTokens = Simd::kDownTokens;
 constexpr int kNeededVectors = 8;  // of a token's sums: as many independent chains of FMAs
@@ -298,8 +298,8 @@ inline bool AddPart(const MlpBlock& b, int64_t part, int64_t begin, int64_t end,
   for (int64_t t = 0; t < b.tokens; ++t) {
     Fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + end, 0.0f);
   }
-  // Rows of other types are converted once where more tokens read them.
-  const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens < kLeastConvertedTokens);
+  // Rows of other types are converted once where several tiles read them.
+  const bool is_in_place = b.down.bits == 0 && (b.down.dtype == DType::kF32 || b.tokens <= kDownTokens);
   const int64_t in_place_percent = b.tokens <= kAlwaysDenseTokens ? 0 : kDensePercent;
   const int64_t dense_percent = !adds_idle ? 100 : is_in_place ? in_place_percent : kDenseConvertedPercent;
   const bool has_few_tokens = b.tokens <= kFewTokens;

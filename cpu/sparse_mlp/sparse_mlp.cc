@@ -86,7 +86,11 @@ NeuronRows RowsOf(const SparseMlpArgs& a, const SparseMlpWeight& weight, int64_t
   rows.data = static_cast<const char*>(weight.data);
   rows.size = size;
   rows.dtype = a.dtype;
-  rows.stride = size * SizeOf(a.dtype);
+  if (weight.rounded != nullptr) {
+    rows.data = reinterpret_cast<const char*>(weight.rounded);
+    rows.dtype = DType::kBF16;
+  }
+  rows.stride = size * SizeOf(rows.dtype);
   if (weight.scales == nullptr) return rows;
   rows.bits = a.bits;
   SetBlock(a.block_size, &rows);
@@ -293,7 +297,7 @@ class Runner {
 
   void Down() {
     b_.has_panel_sums = HasPanelSums();
-    const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(a_.dtype)), 8);
+    const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(b_.down.dtype)), 8);
     const int64_t tasks = TasksFor(b_.count * row + b_.tokens * a_.N * 4);
     // Whole rows for each thread, where there are as many parts as threads.
     const int64_t pieces = std::clamp<int64_t>(std::min<int64_t>(tasks, parallel_.threads) / cpu::kMlpParts, 1,
@@ -323,6 +327,10 @@ class Runner {
 }  // namespace
 
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args) { return Layout(args).bytes; }
+
+void CpuRoundMlpWeight(CpuIsa isa, const float* from, int64_t count, uint16_t* to) {
+  cpu::KernelsOf(isa).sparse_mlp->round(from, count, to);
+}
 
 void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel) {
   Runner runner(args, isa, workspace, parallel);

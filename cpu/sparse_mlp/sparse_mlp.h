@@ -95,6 +95,8 @@ struct MlpBlock {
 struct SparseMlpKernels {
   // to[count] = from[count] in fp32, then zeros up to `padded`.
   void (*load)(const void* from, DType dtype, int64_t count, int64_t padded, float* to);
+  // to[count] = from[count] rounded to bf16.
+  void (*round)(const float* from, int64_t count, uint16_t* to);
   // A panel of `tokens` tokens, at most kPanelTokens, for DotProblem.
   void (*fill_panel)(const float* x, int64_t stride, int64_t tokens, int64_t size, float* panel);
   // A token of `size` values in int8, for DotProblem.

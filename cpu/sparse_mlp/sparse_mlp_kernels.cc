@@ -133,10 +133,12 @@ inline void LoadTokens(const void* from, DType dtype, int64_t count, int64_t pad
   Fill(to + count, to + padded, 0.0f);
 }
 
+inline void RoundValues(const float* from, int64_t count, uint16_t* to) { FromFloats(from, DType::kBF16, count, to); }
+
 }  // namespace
 
 STOF_EXPORT_KERNELS(SparseMlpKernels, sparse_mlp) = {
-    LoadTokens, FillPanel, QuantizeToken, Dots, Select, Hidden, Down, Finish,
+    LoadTokens, RoundValues, FillPanel, QuantizeToken, Dots, Select, Hidden, Down, Finish,
 };
 
 }  // namespace cpu

@@ -147,7 +147,8 @@ def _add_precisions(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allow-bf16",
         action="store_true",
-        help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it; OUTPUTS CHANGE slightly",
+        help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it, and round weights of "
+        "sparse MLPs; OUTPUTS CHANGE slightly",
     )
     group.add_argument(
         "--attention-precision",
@@ -227,8 +228,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         "--max-error",
         type=_divergence,
         metavar="X",
-        help="largest relative RMS error of an attention or a GEMM, against fp64, with which it takes --allow-bf16 (0.01), or "
-        "of an attention with --attention-precision (auto: 0.015 in int8, 0.045 in fp8)",
+        help="largest relative RMS error of an operator, against fp64, with which it takes --allow-bf16 (0.01), or of an "
+        "attention with --attention-precision (auto: 0.015 in int8, 0.045 in fp8)",
     )
     group.add_argument(
         "--max-kl",

@@ -98,11 +98,11 @@ class Options:
         capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
         allow_bf16: attention, and matmuls by constant weights, may compute in bf16 with sums in fp32, on CPUs that have
-            instructions for it; outputs change.
+            instructions for it; sparse MLPs may round their weights to bf16, on all CPUs; outputs change.
         attention_precision: "fp16", "int8", "fp8" or "auto": the lowest precision of attention on CUDA. "fp16": that of its
             inputs. "int8": scores in int8. "fp8": scores in int8, weights and values in e4m3. "auto": of both the faster one
             whose error on ``inputs`` or ``prompts`` is small. Outputs change.
-        max_error: the largest relative RMS error of an attention or a GEMM, against fp64, with which it takes ``allow_bf16``
+        max_error: the largest relative RMS error of an operator, against fp64, with which it takes ``allow_bf16``
             (None: 0.01), or of an attention with ``attention_precision`` (None: with "auto" 0.015 in int8, 0.045 in fp8, else
             any).
         json: a file for the report as JSON; "-": standard output.

@@ -208,7 +208,7 @@ def _plan_of(report: Report, job: Job, stages: Sequence[Stage]) -> Plan:
     digest, clauses = digest_of(job.sparsity, masks), () if masks is None else masks.threshold_texts
     entries = {s.op.key: s.decided.plan for s in stages}
     found = report.attention_precision
-    precisions = (None, None) if found is None else (found.by_plan(), found.gemms_by_plan())
+    precisions = () if found is None else (found.by_plan(), found.gemms_by_plan(), found.mlps_by_plan())
     return Plan(
         entries,
         options.tuned_for,

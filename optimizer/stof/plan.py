@@ -23,7 +23,7 @@ FORMAT = "stof-plan"
 VERSION = 1
 _CLAUSES = "threshold_clauses"
 _DEQUANTIZES = "dequantize_attention"
-_PRECISION, _GEMM_PRECISION = "attention_precision", "gemm_precision"
+_PRECISION, _GEMM_PRECISION, _MLP_PRECISION = "attention_precision", "gemm_precision", "mlp_precision"
 
 
 class PlanEntry(Protocol):
@@ -78,6 +78,7 @@ class Plan:
     # --attention-precision decides.
     attention_precision: Mapping[str, Precision] | None = None
     gemm_precision: Mapping[str, Precision] | None = None  # the same of matmuls by constant weights, by their names
+    mlp_precision: Mapping[str, Precision] | None = None  # the same of sparse MLPs
 
     def of(self, key: str, name: str) -> PlanEntry | None:
         """The decision for a candidate of an op."""
@@ -85,7 +86,11 @@ class Plan:
 
     def precisions(self) -> tuple[tuple[str, str, Mapping[str, Precision] | None], ...]:
         """The plan's keys of precisions, what they are of, and what it decides."""
-        return (_PRECISION, "attention", self.attention_precision), (_GEMM_PRECISION, "GEMMs", self.gemm_precision)
+        return (
+            (_PRECISION, "attention", self.attention_precision),
+            (_GEMM_PRECISION, "GEMMs", self.gemm_precision),
+            (_MLP_PRECISION, "sparse MLPs", self.mlp_precision),
+        )
 
     def check_is_for(self, target: Target, emission: Emission) -> None:
         """Refuses another target, and operators in another form.
@@ -176,8 +181,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
             "sparsity",
             _DEQUANTIZES,
             _CLAUSES,
-            _PRECISION,
-            _GEMM_PRECISION,
+            *(_PRECISION, _GEMM_PRECISION, _MLP_PRECISION),
             *(kind.plan_key for kind in KINDS),
             *formats,
         },
@@ -204,7 +208,7 @@ def parse(text: str, formats: Mapping[str, EntryFormat], where: str = "plan") ->
     dequantizes = fields.take(_DEQUANTIZES, bool, False)
     precisions = (
         _read_precisions(fields, _PRECISION, PRECISIONS),
-        _read_precisions(fields, _GEMM_PRECISION, {BF16.name: BF16}),
+        *(_read_precisions(fields, key, {BF16.name: BF16}) for key in (_GEMM_PRECISION, _MLP_PRECISION)),
     )
     sparsity = fields.text("sparsity", "")
     return Plan(entries, target, emission, sparsity, thresholds, tuple(clauses), dequantizes, *precisions)
@@ -224,7 +228,7 @@ def _read_thresholds(fields: Fields, kind: ThresholdKind) -> dict[str, float]:
 
 
 def _read_precisions(fields: Fields, key: str, known: Mapping[str, Precision]) -> dict[str, Precision] | None:
-    """The precisions of attentions or GEMMs, by the names of their operators; None: the plan does not decide about them."""
+    """The precisions of one kind of operator, by the names of operators; None: the plan does not decide about them."""
     if key not in fields.data:
         return None
     precisions: dict[str, Precision] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stof.memory.memory_report import MemoryReport
     from stof.prompts.loss import PromptLoss
     from stof.run_facts.facts import RunFacts
-    from stof.sparsify.precision_report import PrecisionReport
+    from stof.sparsify.reduced_report import ReducedPrecisionReport
     from stof.sparsify.report import SparsityReport
     from stof.tuning_cache import EarlierMeasurements
     from stof.verification.float_distance import DequantizedAttention
@@ -256,7 +256,7 @@ class Report:
     copied: bool = False  # nothing was replaced: the output is a copy of the model
     sparsity: SparsityReport | None = None  # what --sparsify did
     dequantized: DequantizedAttention | None = None  # what --dequantize-attention did
-    attention_precision: PrecisionReport | None = None  # of --allow-bf16 and --attention-precision
+    attention_precision: ReducedPrecisionReport | None = None  # of --allow-bf16 and --attention-precision
     emit: str = STOF.name  # what operators are written
     failure: str = ""  # why verification failed
     facts: RunFacts | None = None  # how, when and where it was made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from stof.bench import cli, measure
 from stof.bench.drawn_feeds import ModelFeeds, draw_static_feeds
 from stof.bench.model import compare, describe_gains
 from stof.errors import ArgumentError, ModelError
+from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.verification.model_inputs import ModelInputs
 
 _FEW = ("--threads", "1", "--rounds", "1", "--without", "openvino", "memory")
@@ -192,3 +194,17 @@ def test_gains() -> None:
     assert "1.50x" in first
     assert _GAIN.findall(second) == ["one token, batch 1"]
     assert describe_gains([]) == []
+
+
+@pytest.mark.skipif(not cpu_bf16_gemm_kernel(), reason="this machine has no bf16 instructions, or no kernel of them")
+def test_bf16_is_a_variant_of_its_own(tmp_path: Path, run: Run) -> None:
+    """Beside the original and the optimized model, with an error that fp32 does not have."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention_precision"))
+    from gemm_layers import bert_layer
+
+    model = bert_layer(tmp_path / "model.onnx")
+    said = run(model, "--lengths", "40", "--allow-bf16", "--results", "found")
+    assert "OUTPUTS CHANGE: --allow-bf16 lets 1 of 1 attentions and 6 of 6 GEMMs compute matmuls in bf16" in said
+    (record,) = json.loads((tmp_path / "found/models-cpu.json").read_text())
+    assert set(record["seconds"]) == {"original", "optimized", "bf16"}
+    assert record["error"]["optimized"] < 1e-5 < record["error"]["bf16"] < 5e-2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m bench quantized``: its table, and lengths that a model has no positions for."""
+"""``python -m bench quantized``: its table and records, and lengths that a model has no positions for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from onnx import numpy_helper
 
 from bench import cli
 from bench.cpu import quantized
+from stof.bench import measure
+from stof.bench.results import read
 
 MODEL = """
 <ir_version: 8, opset_import: ["": 18]>
@@ -42,10 +44,19 @@ def test_a_length_beyond_the_positions_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(quantized, "prepare", lambda *_: files)
+    monkeypatch.setattr(measure, "rates", lambda threads: {"fma_gflops": 1.0, "read_gbps": 1.0})
     options = ["--models", "small", "--formats", "qdq", "--rounds", "1", "--threads", "1", "--folder", str(tmp_path)]
+    options += ["--results", str(tmp_path / "found")]
     assert cli.main(["quantized", *options, "--lengths", "17", "16"]) == 1
     found = capsys.readouterr().out
     assert "plain.onnx does not run at S = 17: indices element out of data bounds, idx=16" in found
     assert ". Leave a length beyond its positions out of --lengths" in found
     assert "| small | qdq | matmul | 16 | " in found
     assert cli.main(["quantized", *options, "--lengths", "8"]) == 0
+    records = read(tmp_path / "found/quantized-cpu.json")
+    assert [r["key"] for r in records] == [["small", "qdq", "matmul", length, 1] for length in (8, 16)]
+    for record in records:
+        assert list(record["median_seconds"]) == ["float attention", "own rounding", "quantized"]
+        assert all(seconds >= 0 for seconds in record["median_seconds"].values())
+        assert record["machine"]["threads"] == 1
+        assert record["machine"]["read_gbps"] == 1.0

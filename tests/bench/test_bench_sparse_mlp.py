@@ -13,7 +13,7 @@ from bench import cli
 from bench.core.point import measure_point
 from bench.cpu import sparse_mlp
 from bench.cpu.device import CpuDevice
-from bench.cpu.sparse_mlp import CANDIDATES, Layers, MlpCase, MlpPointProblem, describe_record
+from bench.cpu.sparse_mlp import Layers, MlpCase, MlpPointProblem, candidates_of, describe_record
 from bench.cpu.sparse_mlp_reference import quantize
 from stof.bench import measure
 
@@ -24,9 +24,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "rates", lambda threads: {"fma_gflops": 1.0, "read_gbps": float(threads)})
 
 
-def test_the_grid_has_every_mode_and_both_precisions() -> None:
+def test_the_grid_has_every_mode_and_precision() -> None:
     points = list(sparse_mlp.grid())
-    assert {(p.mode, p.precision) for p in points} == {(m, p) for m in sparse_mlp.MODES for p in ("fp32", "int4")}
+    precisions = ("fp32", "bf16", "int4")
+    assert {(p.mode, p.precision) for p in points} == {(m, p) for m in sparse_mlp.MODES for p in precisions}
     assert {p.T for p in points} == {1, 4, 16}
     assert len(set(points)) == len(points)
 
@@ -48,18 +49,20 @@ def test_touched_bytes_count_rows_scales_and_the_predictor() -> None:
     assert MlpCase("llama-3b", "gated", "fp32", 0.1, 2).touched_bytes(active) == gate + 2 * 2 * 4 * K
     predictor = 4 * 10 * (K + F)
     assert MlpCase("llama-3b", "predicted", "fp32", 0.1, 2).touched_bytes(active) == predictor + 3 * 2 * 4 * K
+    assert MlpCase("llama-3b", "gated", "bf16", 0.1, 2).touched_bytes(active) == gate + 2 * 2 * 2 * K
+    assert MlpCase("llama-3b", "predicted", "bf16", 0.1, 2).touched_bytes(active) == predictor + 3 * 2 * 2 * K
     row = K / 2 + 4 * K / 32
     int4 = MlpCase("llama-3b", "gated", "int4", 0.1, 2).touched_bytes(active)
     assert int4 == F * row + 2 * row + 2 * K / 2 + 2 * 4 * K  # two groups of 32 neurons have scales
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int4"])
 @pytest.mark.parametrize("mode", ["plain", "gated", "predicted"])
 def test_a_point_is_checked_and_timed(mode: str, precision: str) -> None:
     layers = Layers("llama-3b", mode, precision, 1, 2)
     for density, tokens in ((0.25, 1), (1.0, 3)):
         case = MlpCase("llama-3b", mode, precision, density, tokens)
-        record = measure_point(MlpPointProblem(case, layers), CANDIDATES, CpuDevice(1, warm=2), 1)
+        record = measure_point(MlpPointProblem(case, layers), candidates_of(precision), CpuDevice(1, warm=2), 1)
         assert abs(record["density"] - density) < 0.15
         assert record["peers"]["stof"]["us"] > 0
         assert record["peers"]["stof"]["error"] <= sparse_mlp.TOLERANCE[precision]
@@ -67,6 +70,10 @@ def test_a_point_is_checked_and_timed(mode: str, precision: str) -> None:
             assert record["peers"]["ort"]["error"] <= sparse_mlp.TOLERANCE[precision]
         assert "error" in record["peers"]["ort"] or mode == "predicted"
         assert "ONNX Runtime" in "".join(describe_record(record))
+        assert ("over_fp32" in record) == (precision == "bf16")
+        if precision == "bf16":
+            assert record["peers"]["stof-fp32"]["error"] <= sparse_mlp.TOLERANCE["fp32"]
+            assert record["peers"]["stof"]["error"] > 1e-4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])

@@ -81,7 +81,8 @@ def changed(**fields: Any) -> str:
         (
             changed(more=1),
             "has field 'more', expected only attention_precision, block_thresholds, caches, chains, dequantize_attention, emit, "
-            "format, gemm_precision, mlps, sites, skip_thresholds, sparsity, target, threshold_clauses, unpadding, version",
+            "format, gemm_precision, mlp_precision, mlps, sites, skip_thresholds, sparsity, target, threshold_clauses, "
+            "unpadding, version",
         ),
         (changed(sites={}), "has sites {}, expected list"),
         (changed(sites=[3]), r"sites\[0\] is 3, expected an object"),

@@ -18,7 +18,7 @@ from tests.helpers.cpu_isas import CPU_ISAS
 import stof
 from bench.options import make_parser
 from stof import Options, cli, plan
-from stof.arguments.precisions import BF16, INT8
+from stof.arguments.precisions import BF16
 from stof.arguments.threshold_kinds import SKIP_SCORES
 from stof.attention_precision.eight_bit_report import EightBitReport, EightBitRow
 from stof.bench import cli as bench_cli
@@ -26,7 +26,8 @@ from stof.cached_attention.report import CacheReport
 from stof.ops import PLAN_FORMATS
 from stof.prompts.loss import Bucket, Loss
 from stof.sparse_mlp.report import MlpReport, MlpSection, PredictionReport
-from stof.sparsify.precision_report import PrecisionReport, PrecisionRow
+from stof.sparsify.precision_report import PrecisionReport
+from stof.sparsify.reduced_report import PrecisionRow
 from stof.sparsify.report import SparsifiedSite, SparsityReport
 from stof.sparsify.threshold_report import ThresholdReport, ThresholdRow
 from stof.tuning_cache import EarlierMeasurements
@@ -195,8 +196,8 @@ def test_report_keys_are_those_of_the_docs(narrow: Callable[[str], Path], tmp_pa
     sparsity = SparsityReport("", [SparsifiedSite("", 0, False)], Loss(1, 1, 0.0, 1.0, (bucket,))).to_json()
     skip = ThresholdReport((SKIP_SCORES,), [ThresholdRow(SKIP_SCORES, "", 0, False)]).to_json(SKIP_SCORES)
     assert skip is not None
-    precision = PrecisionReport(BF16, 0.01, [PrecisionRow("", 0, "", False)]).to_json()
-    eight_bits = EightBitReport(INT8, 0.0, [EightBitRow("", 0, "", False)]).to_json()
+    precision = PrecisionReport([PrecisionRow("", 0, "", False)], precision=BF16, max_error=0.01).to_json()
+    eight_bits = EightBitReport([EightBitRow("", 0, "", False)]).to_json()
     sparsified = (
         sparsity,
         sparsity["sites"][0],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets attentions and GEMMs of an optimized model compute in reduced precision where errors are small, and measures the loss."""
+"""Lets attentions, GEMMs and sparse MLPs of an optimized model compute in reduced precision where errors are small."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from stof.attention_precision.eight_bits import apply_eight_bits, report_eight_b
 from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.attention_precision.measured import draw_sets, longest_sets
+from stof.attention_precision.mlp_errors import measure_mlp_errors
+from stof.attention_precision.mlp_nodes import find_mlp_rows, put_mlp_precision
 from stof.errors import ArgumentError, UnsupportedError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
-from stof.gemm_precision.apply import judge_gemms, put_gemms, report_gemms
+from stof.gemm_precision.apply import judge_rows, put_gemms, report_gemms
 from stof.gemm_precision.errors import describe_rows, measure_gemm_errors
 from stof.gemm_precision.sites import FoundGemms, find_gemms
 from stof.op_rewrite import Job, Measure
@@ -26,7 +28,9 @@ from stof.report import Report
 from stof.runtime.bf16_kernel import cpu_bf16_gemm_kernel
 from stof.runtime.library import has_cpu_gemm
 from stof.sparsify.gemm_report import GemmReport
+from stof.sparsify.mlp_precision_report import MlpPrecisionReport
 from stof.sparsify.precision_report import PrecisionReport, count_attentions
+from stof.sparsify.reduced_report import ReducedPrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs, typed_attributes_to_run
 from stof.symbolic import Symbolic
@@ -40,7 +44,7 @@ def allowed_precision(options: Options) -> Precision | None:
     return BF16 if options.allow_bf16 else None
 
 
-def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> PrecisionReport | None:
+def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> ReducedPrecisionReport | None:
     """Has the report say what may compute in reduced precision, before errors are measured; gives that part of it.
 
     Raises:
@@ -50,7 +54,9 @@ def report_precision(report: Report, job: Job, stages: Sequence[Stage]) -> Preci
         return report_eight_bits(report, job, stages)
     found = _report_attentions(report, job, stages)
     if found is not None and stages:
-        found.gemms = _report_gemms(_find_gemms(job, stages[-1].written, stages[-1].facts), job, found.precision)
+        written, facts = stages[-1].written, stages[-1].facts
+        found.gemms = _report_gemms(_find_gemms(job, written, facts), job, found.precision)
+        found.mlps = _report_mlps(job, written, facts, found.precision)
     return found
 
 
@@ -61,14 +67,17 @@ def _report_attentions(report: Report, job: Job, stages: Sequence[Stage]) -> Pre
         return None
     check_library(precision)
     bound = precision.max_error if job.options.max_error is None else job.options.max_error
-    found = report.attention_precision = PrecisionReport(precision, bound)
+    found = report.attention_precision = PrecisionReport(precision=precision, max_error=bound)
     if not any(s.decided.has_replaced for s in stages):
         return found
-    planned = None if job.plan is None else job.plan.attention_precision
-    names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
-    rows = find_precision_rows(stages[-1].written, stages[-1].facts, precision, names)
-    found.rows = rows
+    names = _planned(None if job.plan is None else job.plan.attention_precision, precision)
+    found.rows = find_precision_rows(stages[-1].written, stages[-1].facts, precision, names)
     return found
+
+
+def _planned(plan: Mapping[str, Precision] | None, precision: Precision) -> list[str] | None:
+    """The names of operators that a plan gives a precision; None: it does not decide."""
+    return None if plan is None else [name for name, kind in plan.items() if kind is precision]
 
 
 def _find_gemms(job: Job, model: onnx.ModelProto, facts: Symbolic) -> FoundGemms | None:
@@ -79,9 +88,13 @@ def _find_gemms(job: Job, model: onnx.ModelProto, facts: Symbolic) -> FoundGemms
 def _report_gemms(gemms: FoundGemms | None, job: Job, precision: Precision) -> GemmReport:
     if gemms is None:
         return GemmReport()
-    planned = None if job.plan is None else job.plan.gemm_precision
-    names = None if planned is None else [name for name, kind in planned.items() if kind is precision]
+    names = _planned(None if job.plan is None else job.plan.gemm_precision, precision)
     return report_gemms(gemms, cpu_bf16_gemm_kernel(), precision, names)
+
+
+def _report_mlps(job: Job, model: onnx.ModelProto, facts: Symbolic, precision: Precision) -> MlpPrecisionReport:
+    names = _planned(None if job.plan is None else job.plan.mlp_precision, precision)
+    return find_mlp_rows(model, facts, precision, names)
 
 
 def apply_precision(
@@ -93,7 +106,7 @@ def apply_precision(
     user_inputs: Sequence[GivenFeed],
     measure: Measure,
 ) -> onnx.ModelProto:
-    """A model whose attentions and GEMMs may compute in the precision that options allow; itself where none does.
+    """A model whose operators may compute in the precision that options allow; itself where none does.
 
     Args:
         report: gets errors, and cosines where there are inputs.
@@ -118,10 +131,11 @@ def apply_precision(
     gemms = _find_gemms(job, model, facts)
     gemms = None if gemms is None else gemms.checked()
     found.gemms = _report_gemms(gemms, job, found.precision)
+    found.mlps = _report_mlps(job, model, facts, found.precision)
     if gemms is None and job.plan is not None and job.plan.gemm_precision:
         why = "the library has no GEMM" if job.options.products else "--products off leaves matmuls"
         found.warnings.append(f"the plan's gemm_precision is not applied: {why}")
-    if not found.reduced and not found.gemms.reduced:
+    if not found.changes_outputs:
         return model
     sets = find_sets(job.model, job.prompts, user_inputs)
     with measure("errors"):
@@ -133,7 +147,9 @@ def apply_precision(
     reduced = model if gemms is None else _put_gemms(found, gemms, model)
     if found.reduced:
         reduced = put_precision(reduced, found.precision, found.reduced)
-    if sets is not None and not sets.prompts and (found.reduced or found.gemms.reduced):
+    if found.mlps.reduced:
+        reduced = put_mlp_precision(reduced, found.precision, found.mlps.reduced)
+    if sets is not None and not sets.prompts and found.changes_outputs:
         with measure("inputs"):
             _measure_cosines(found, job, stages, sets, reduced, folder)
     return reduced
@@ -160,15 +176,17 @@ def _measure_all_errors(
     sets: MeasuredSets | None,
     folder: Path,
 ) -> None:
-    """Gives attentions and GEMMs their errors, on drawn inputs where the user gives none."""
+    """Gives all operators their errors, on drawn inputs where the user gives none."""
     measured = sets or draw_sets(job, stages)
     if measured is None:
         unknown = "there is nothing to measure it on; give --inputs or --prompts"
         _judge_rows(found, job, {}, unknown)
         _judge_gemms(found, job, {}, unknown)
+        _judge_mlps(found, job, {}, unknown)
         return
     _measure_errors(found, job, stages, measured, folder, is_drawn=sets is None)
     _measure_gemms(found, job, stages, gemms, measured, folder, is_drawn=sets is None)
+    _measure_mlps(found, job, stages, measured, folder, is_drawn=sets is None)
 
 
 def _measure_cosines(
@@ -247,7 +265,35 @@ def _measure_gemms(
 
 def _judge_gemms(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:
     is_planned = job.plan is not None and job.plan.gemm_precision is not None
-    judge_gemms(found.gemms, sites, found.max_error, unknown, is_planned=is_planned, force=job.options.force)
+    found.gemms.rows = judge_rows(
+        found.gemms.rows, sites, found.max_error, unknown, is_planned=is_planned, force=job.options.force
+    )
+
+
+def _measure_mlps(
+    found: PrecisionReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path, *, is_drawn: bool
+) -> None:
+    """Gives sparse MLPs their errors; those with large or unknown ones keep their weights."""
+    if not found.mlps.reduced:
+        return
+    assert isinstance(found.precision, RoundedOperands)
+    some = longest_sets(sets)
+    try:
+        errors, measured_on = measure_mlp_errors(job, stages, found.precision, found.mlps.reduced, sets, some, folder)
+    except (ArgumentError, VerifyError) as error:
+        if not is_drawn:  # what the user gives has to be measured
+            raise
+        _judge_mlps(found, job, {}, str(error))
+        return
+    found.mlps.measured_on = measured_on
+    _judge_mlps(found, job, errors, "it reads tensors that only the result has, or its output is 0 or not finite")
+
+
+def _judge_mlps(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:
+    is_planned = job.plan is not None and job.plan.mlp_precision is not None
+    found.mlps.rows = judge_rows(
+        found.mlps.rows, sites, found.max_error, unknown, is_planned=is_planned, force=job.options.force
+    )
 
 
 def _judge_rows(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stof.arguments.precisions import AUTO, PRECISIONS, Precision
-from stof.sparsify.precision_report import PrecisionReport, PrecisionRow
+from stof.sparsify.reduced_report import PrecisionRow, ReducedPrecisionReport
 from stof.sparsify.threshold_report import number_ranges
 
 
@@ -29,7 +29,7 @@ class EightBitRow(PrecisionRow):
 
 
 @dataclass
-class EightBitReport(PrecisionReport):
+class EightBitReport(ReducedPrecisionReport):
     """What --attention-precision did.
 
     Attributes:
@@ -53,10 +53,6 @@ class EightBitReport(PrecisionReport):
     def by_plan(self) -> dict[str, Precision] | None:
         """As of the base class."""
         return self.by_name if self.is_decided else None
-
-    def gemms_by_plan(self) -> dict[str, Precision] | None:
-        """None: the option says nothing of GEMMs."""
-        return None
 
     @property
     def option(self) -> str:
@@ -90,11 +86,7 @@ class EightBitReport(PrecisionReport):
                 "errors and loss are those of models that round as the kernels do; no kernel with 8-bit operands ran",
             ]
         if self.reduced:
-            measured = [line for found in self._losses() for line in found]
-            measured += [] if self.cosines is None else [self.cosines.line()]
-            lines += measured or [
-                f"loss: not measured; {self.no_loss or '--prompts FILE or --inputs FILE measures it'}"
-            ]
+            lines += self._loss_lines(self.no_loss or "--prompts FILE or --inputs FILE measures it")
         return [*lines, *(f"warning: {words}" for words in self.warnings)]
 
     def _line_of(self, group: list[PrecisionRow]) -> str:
@@ -118,7 +110,6 @@ class EightBitReport(PrecisionReport):
         some, every = self.measured_rows
         return facts | {
             "precision": self.asked,
-            "max_error": None,
             "bounds": dict(self.bounds),
             "measured_rows": some,
             "all_rows": every,

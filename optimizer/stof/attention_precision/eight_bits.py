@@ -22,7 +22,7 @@ from stof.attention.emit import Rewrite
 from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 from stof.attention_precision.eight_bit_kernels import CAPABILITY, LEAST_CAPABILITY, why_not_in_8_bits
 from stof.attention_precision.eight_bit_report import EightBitReport, EightBitRow
-from stof.attention_precision.errors import Captured, Layers, visit_sites
+from stof.attention_precision.errors import Captured, Layers, attentions_of_sites, visit_sites
 from stof.attention_precision.layers import check_library, put_precisions
 from stof.attention_precision.measured import draw_sets, longest_sets
 from stof.errors import ArgumentError, VerifyError
@@ -65,7 +65,7 @@ def report_eight_bits(report: Report, job: Job, stages: Sequence[Stage]) -> Eigh
     options = job.options
     precisions = options.eight_bits
     check_library(precisions[0])
-    found = EightBitReport(precisions[-1], 0.0, asked=options.attention_precision, bounds=_bounds(options))
+    found = EightBitReport(asked=options.attention_precision, bounds=_bounds(options))
     report.attention_precision = found
     if any(s.decided.has_replaced for s in stages):
         found.rows = [*_find_rows(stages[-1].written, stages[-1].facts, options, _planned(job))]
@@ -200,7 +200,17 @@ def _measure(
                 sites.setdefault(layers[rewrite.site.name], []).append((rewrite, errors))
 
     some = longest_sets(sets)
-    tokens = visit_sites(job, stages, "8 bits", names, (sets, some), folder, lambda model: model, visit)
+    tokens = visit_sites(
+        job,
+        stages,
+        "attentions in 8 bits",
+        names,
+        (sets, some),
+        folder,
+        lambda model: model,
+        visit,
+        attentions_of_sites,
+    )
     found.measured_on = sets.describe(some)
     if tokens:
         found.measured_on = f"the first {tokens} tokens of {found.measured_on}"

@@ -42,6 +42,7 @@ _STEPS_BACK = 6  # from a site's output to its operator: conversions of its layo
 Layers = Mapping[str, str]  # the name of each site's operator, by the site
 Captured = Mapping[str, np.ndarray]
 Visit = Callable[[SiteChecks, onnx.ModelProto, Layers, Captured], None]
+FindOperators = Callable[[onnx.ModelProto, SiteChecks, Collection[str]], Layers]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def measure_errors(
         for name, error in _compare(checks, emitted, layers, captured):
             errors[name] = errors.get(name, SiteError()).join(error)
 
-    tokens = visit_sites(job, stages, precision.name, names, (sets, some), folder, emit, visit)
+    what = f"attentions in {precision.name}"
+    tokens = visit_sites(job, stages, what, names, (sets, some), folder, emit, visit, attentions_of_sites)
     return MeasuredErrors(errors, tokens)
 
 
@@ -106,18 +108,20 @@ def visit_sites(
     folder: Path,
     emit: Callable[[onnx.ModelProto], onnx.ModelProto],
     visit: Visit,
+    find_operators: FindOperators,
 ) -> int:
     """Runs the original on sets of inputs, and gives each op's sites the tensors that it computes there.
 
     Args:
         job: the optimization.
         stages: whose model it is.
-        what: the precision, for messages.
+        what: the operators and their precision, for messages.
         names: of operators.
         measured: what the original runs on, and the indices of the sets that count.
         folder: for temporary files.
         emit: makes of a stage's model the one whose sites are looked at.
         visit: gets the checks of an op, that model, the operators of its sites, and the tensors that were computed.
+        find_operators: which operators the sites of an op are.
 
     Returns:
         How many tokens of each prompt count, at most; 0: all of each set.
@@ -137,7 +141,7 @@ def visit_sites(
                 if checks is None or not checks.sites:
                     continue
                 emitted = emit(stage.model)
-                layers = _layers_of_sites(emitted, checks, names)
+                layers = find_operators(emitted, checks, names)
                 if layers:
                     capture = _Capture(sessions, checks, stages, scratch)
                     if sets.prompts:
@@ -147,7 +151,7 @@ def visit_sites(
     except RuntimeFailure as error:
         raise ArgumentError(f"{sets.source}: the original does not run on it: {error}") from error
     except LimitReached as error:
-        raise VerifyError(f"the errors of attentions in {what} could not be measured: {error}") from error
+        raise VerifyError(f"the errors of {what} could not be measured: {error}") from error
     finally:
         release_sessions()
     most = max(map(len, sets.prompts), default=0)
@@ -175,8 +179,8 @@ def _compare(
             yield name, SiteError(comparison.relative_rms, "" if comparison.ok else comparison.message())
 
 
-def _layers_of_sites(emitted: onnx.ModelProto, checks: SiteChecks, names: Collection[str]) -> dict[str, str]:
-    """The name of each site's operator in the model, by the site."""
+def attentions_of_sites(emitted: onnx.ModelProto, checks: SiteChecks, names: Collection[str]) -> dict[str, str]:
+    """The name of each site's attention in the model, by the site."""
     layers = {node.output[0]: name for name, nodes in nodes_by_layer(emitted).items() for node in nodes}
     writers = {o: n for n in emitted.graph.node for o in n.output if o}
     found: dict[str, str] = {}

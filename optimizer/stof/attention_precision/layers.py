@@ -15,7 +15,7 @@ from stof.graph.node_fields import plain_attributes_of
 from stof.graph.protobuf import copy_model
 from stof.runtime.library import EARLIER
 from stof.runtime.limits import kernel_in_precision, takes_attribute
-from stof.sparsify.precision_report import PrecisionRow
+from stof.sparsify.reduced_report import PrecisionRow
 from stof.symbolic import Symbolic
 from stof.thresholds.layers import OPS, nodes_by_layer
 

@@ -55,6 +55,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimized", type=Path, help="the optimized file (default: made when it is not there)")
     parser.add_argument("--without", nargs="+", default=[], choices=NOT_MEASURED, help="leave these figures out")
     parser.add_argument("--ablation", action="store_true", help="on a CPU: attention alone and chains alone, too")
+    parser.add_argument("--allow-bf16", action="store_true", help="on a CPU: with stof-optimize --allow-bf16, too")
     parser.add_argument("--tune", type=float, default=0.0, metavar="SECONDS", help="on a CPU: measure chains first")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: from a clone, graphs of models/"

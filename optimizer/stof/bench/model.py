@@ -34,6 +34,10 @@ from stof.verification.result import Comparison
 # Of the outputs' range; stof-optimize has compared far more closely before.
 _ALLOWED = {"float16": 1e-2}
 _ALLOWED_ELSE = 1e-3
+_BF16 = "bf16"  # the variant of --allow-bf16
+_ALLOWED_BF16 = (
+    5e-2  # bf16 has 8 bits, of which each layer rounds some away; stof-optimize has held each operator to --max-error
+)
 _FLOATS = {onnx.TensorProto.FLOAT: "fp32", onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
 
 
@@ -122,7 +126,7 @@ def run_model(
 def _write_variants(
     original: Path, arguments: argparse.Namespace, shapes: dict[str, tuple[int, int]]
 ) -> dict[str, Path]:
-    """The files of the optimized model and of ``--ablation``, by label."""
+    """The files of the optimized model, of ``--allow-bf16`` and of ``--ablation``, by label."""
     optimized: Path = arguments.optimized or original.with_name(original.stem + ".stof.onnx")
     tune = arguments.tune
     if tune or not optimized.is_file() or optimized.stat().st_mtime < original.stat().st_mtime:
@@ -133,6 +137,15 @@ def _write_variants(
             say("nothing is replaced: both models are the same")
     variants = {"optimized": optimized}
     changes: dict[str, dict[str, Any]] = {"attention": {"chains": "off"}, "chains": {"skip": ("*",)}}
+    if arguments.allow_bf16:
+        path = original.with_name(f"{original.stem}.{_BF16}.onnx")
+        say(f"optimizing {original.name} with --allow-bf16")
+        report = optimize(
+            original, path, Options(tune=tune, shapes=shapes, inputs=tuple(arguments.inputs), allow_bf16=True)
+        )
+        assert report.attention_precision is not None
+        say(report.attention_precision.headline)
+        variants[_BF16] = path
     for label, changed in changes.items() if arguments.ablation else ():
         path = original.with_name(f"{original.stem}.{label}.onnx")
         path.unlink(missing_ok=True)
@@ -151,31 +164,34 @@ def _find_dtype(model: onnx.ModelProto) -> str:
     return max(counts, key=lambda name: counts[name]) if counts else "fp32"
 
 
-def compare(drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]]) -> list[Comparison]:
+def compare(
+    drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]], least_allowed: float = 0.0
+) -> list[Comparison]:
     """Holds the outputs of a variant against the original's, those of rows of KV caches without a key left out.
 
     Args:
         drawn: tells which rows hold keys.
         timed: the inputs.
         runs: the original's outputs, then the variant's.
+        least_allowed: the least difference that is allowed, over an output's range.
     """
     comparisons = []
     for value, expected, output in zip(drawn.model.graph.output, *runs, strict=True):
-        allowed = _find_allowed_share(expected)
+        allowed = _find_allowed_share(expected, least_allowed)
         held = drawn.inputs.cache_rows(value.name, timed.feeds, expected.shape)
         comparisons.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
     return comparisons
 
 
-def _find_allowed_share(output: np.ndarray) -> float:
+def _find_allowed_share(output: np.ndarray, least: float) -> float:
     """The largest difference that an output may have, over its range."""
-    return _ALLOWED.get(output.dtype.name, _ALLOWED_ELSE)
+    return max(_ALLOWED.get(output.dtype.name, _ALLOWED_ELSE), least)
 
 
-def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray]) -> float:
+def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray], least_allowed: float) -> float:
     """The largest difference over the output's range; infinite where shapes or whole numbers differ."""
     pairs = zip(comparisons, expected, strict=True)
-    return max((_share(c, _find_allowed_share(output)) for c, output in pairs), default=0.0)
+    return max((_share(c, _find_allowed_share(output, least_allowed)) for c, output in pairs), default=0.0)
 
 
 def _share(comparison: Comparison, allowed: float) -> float:
@@ -265,8 +281,10 @@ def _check_variants(
     """
     errors = {}
     for kind, variant in sessions.items():
-        comparisons = compare(drawn, timed, (expected, variant.run(None, dict(timed.feeds))))
-        errors[kind] = _largest_share(comparisons, expected)
+        runs = expected, variant.run(None, dict(timed.feeds))
+        least = _ALLOWED_BF16 if kind == _BF16 else 0.0
+        comparisons = compare(drawn, timed, runs, least)
+        errors[kind] = _largest_share(comparisons, expected, least)
         failed = [c for c in comparisons if not c.ok]
         if failed and not files.is_quantized:  # there stof-optimize has compared with the spread of the original's runs
             raise ValueError(f"the model {kind!r} gives other outputs than the original: {failed[0].message()}")

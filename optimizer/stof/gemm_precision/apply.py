@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import onnx
 from onnx import helper
@@ -15,9 +16,11 @@ from stof.fusion.emit import GEMM, apply_edit, make_edit
 from stof.gemm_precision.sites import FoundGemms
 from stof.graph.index import DOMAIN
 from stof.sparsify.gemm_report import GemmReport, GemmRow
+from stof.sparsify.mlp_precision_report import MlpPrecisionRow
 from stof.verification.site_error import SiteError
 
 METADATA = "stof_gemm_precision"
+Row = TypeVar("Row", GemmRow, MlpPrecisionRow)
 MeasureErrors = Callable[[FoundGemms], Mapping[str, SiteError]]
 
 
@@ -49,13 +52,19 @@ def report_gemms(found: FoundGemms, kernel: str, precision: Precision, planned: 
     return GemmReport(kernel, rows)
 
 
-def judge_gemms(
-    report: GemmReport, sites: Mapping[str, SiteError], max_error: float, unknown: str, *, is_planned: bool, force: bool
-) -> None:
-    """Gives rows their errors; those with a large or an unknown one stay as they are.
+def judge_rows(
+    before: Sequence[Row],
+    sites: Mapping[str, SiteError],
+    max_error: float,
+    unknown: str,
+    *,
+    is_planned: bool,
+    force: bool,
+) -> list[Row]:
+    """Rows with their errors; those with a large or an unknown one stay as they are.
 
     Args:
-        report: has the rows.
+        before: the rows.
         sites: what was measured, by name.
         max_error: the largest relative RMS error that is allowed.
         unknown: why errors of others are not known.
@@ -63,7 +72,7 @@ def judge_gemms(
         force: unknown errors are allowed.
     """
     rows = []
-    for row in report.rows:
+    for row in before:
         error, reason = sites.get(row.node, SiteError()), row.reason
         if row.reduced and error.fault:
             reason = f"it differs from the definition that rounds as its kernels do: {error.fault}"
@@ -74,7 +83,7 @@ def judge_gemms(
         elif row.reduced and error.relative_rms is not None and error.relative_rms > max_error and not is_planned:
             reason = f"its relative RMS error is {error.relative_rms:.2g}, --max-error allows {max_error:g}"
         rows.append(replace(row, relative_rms=error.relative_rms, reduced=not reason, reason=reason))
-    report.rows = rows
+    return rows
 
 
 def put_gemms(found: FoundGemms, precision: Precision, names: Collection[str]) -> onnx.ModelProto:

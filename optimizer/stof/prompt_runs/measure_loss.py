@@ -129,7 +129,7 @@ def check_loss(loss: PromptLoss, changed_by: str, options: Options) -> None:
             ("more neurons", options.sparse_mlp),
             ("a smaller --max-error", bool(options.precisions) and options.plan is None),
             (
-                "a plan with fewer entries in attention_precision or gemm_precision",
+                "a plan with fewer entries in attention_precision, gemm_precision or mlp_precision",
                 bool(options.precisions) and options.plan is not None,
             ),
         )

@@ -16,7 +16,7 @@ from stof.options import Options
 from stof.prompts.files import PromptSet
 from stof.prompts.loss import PromptLoss, has_logits
 from stof.report import Report
-from stof.sparsify.precision_report import PrecisionReport
+from stof.sparsify.reduced_report import ReducedPrecisionReport
 from stof.stages import Stage, find_model_inputs, typed_attributes_to_run, typed_attributes_to_widen
 
 
@@ -35,7 +35,7 @@ def measure_loss_on_prompts(
         (d.held_out for d in decided if isinstance(d, HoldsPrompts) and d.held_out is not None), None
     )
     reduced = report.attention_precision
-    is_reduced = reduced is not None and bool(reduced.reduced or reduced.gemms.reduced)
+    is_reduced = reduced is not None and reduced.changes_outputs
     if prompts is None or not (is_sparsified or changed or is_reduced):
         return
     from stof.prompt_runs.measure_loss import check_loss
@@ -67,7 +67,7 @@ def _measure(
     final: onnx.ModelProto,
     prompts: PromptSet,
     folder: Path,
-    reduced: PrecisionReport | None,
+    reduced: ReducedPrecisionReport | None,
 ) -> PromptLoss | None:
     """The loss of the model; of one with 8-bit attention that of a model that rounds as its kernels do.
 

@@ -1,44 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of reduced precision: which attentions and GEMMs, on what kernels, their errors, and the loss."""
+"""What the report says of --allow-bf16: which attentions, GEMMs and sparse MLPs, on what kernels, their errors, and the loss."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stof.arguments.precisions import Precision
-from stof.prompts.loss import Loss
 from stof.sparsify.gemm_report import GemmReport
-from stof.sparsify.threshold_report import OutputCosines, number_ranges
+from stof.sparsify.mlp_precision_report import MlpPrecisionReport
+from stof.sparsify.reduced_report import PrecisionRow, ReducedPrecisionReport
+from stof.sparsify.threshold_report import number_ranges
 
 _OVER_CACHES = ("StofCachedAttention", "StofPagedAttention")  # whose few queries a step are computed in fp32
-
-
-@dataclass(frozen=True)
-class PrecisionRow:
-    """An attention that became an operator.
-
-    Attributes:
-        node: the operator's name.
-        layer: its index among the attentions that are operators, in the order of the graph.
-        op: the operator.
-        reduced: whether it may compute its matmuls in the precision.
-        reason: why it may not.
-        kernel: that runs it in the precision on this machine; empty: none, it computes as without the option.
-        predicted_gain: the estimated time of the operator without the option over that with it, here; None: no such kernel, one
-            that was not timed, or a head size that is not known.
-        relative_rms: the root mean square error of its output over that of fp64, the largest of all sets; None: not measured.
-    """
-
-    node: str
-    layer: int
-    op: str
-    reduced: bool
-    reason: str = ""
-    kernel: str = ""
-    predicted_gain: float | None = None
-    relative_rms: float | None = None
 
 
 def count_attentions(count: int) -> str:
@@ -46,46 +21,41 @@ def count_attentions(count: int) -> str:
     return f"{count} attention{'' if count == 1 else 's'}"
 
 
-@dataclass
-class PrecisionReport:
-    """What an option like --allow-bf16 did.
+@dataclass(kw_only=True)
+class PrecisionReport(ReducedPrecisionReport):
+    """What --allow-bf16 did.
 
     Attributes:
         precision: that it allows.
-        max_error: the largest relative RMS error with which an attention takes it.
-        rows: one for each attention that became an operator.
+        max_error: the largest relative RMS error with which an operator takes it.
         gemms: the matmuls by constant weights.
-        measured_on: what errors were measured on; empty where they were not.
-        loss: of the whole model on prompts; None: not measured.
-        decode_loss: of single tokens over the cache; None: not measured.
-        cosines: of outputs on ``--inputs``; None: not measured.
-        warnings: reasons why errors or loss may not be those of the target machine, or are not known.
-        is_decided: whether the rows are those of a model that was written.
+        mlps: the sparse MLPs.
     """
 
     precision: Precision
     max_error: float
-    rows: list[PrecisionRow] = field(default_factory=list)
     gemms: GemmReport = field(default_factory=GemmReport)
-    measured_on: str = ""
-    loss: Loss | None = None
-    decode_loss: Loss | None = None
-    cosines: OutputCosines | None = None
-    warnings: list[str] = field(default_factory=list)
-    is_decided: bool = False
+    mlps: MlpPrecisionReport = field(default_factory=MlpPrecisionReport)
 
     @property
-    def reduced(self) -> tuple[str, ...]:
-        """The names of operators that may compute in the precision."""
-        return tuple(row.node for row in self.rows if row.reduced)
+    def changes_outputs(self) -> bool:
+        """Whether any operator may compute in the precision."""
+        return bool(self.reduced or self.gemms.reduced or self.mlps.reduced)
 
     def by_plan(self) -> dict[str, Precision] | None:
-        """The precisions of attentions as a plan has them; None where no model was written, which errors may yet decide."""
-        return dict.fromkeys(self.reduced, self.precision) if self.is_decided else None
+        """As of the base class."""
+        return self._by_plan(self.reduced)
 
     def gemms_by_plan(self) -> dict[str, Precision] | None:
-        """The same of GEMMs."""
-        return dict.fromkeys(self.gemms.reduced, self.precision) if self.is_decided else None
+        """As of the base class."""
+        return self._by_plan(self.gemms.reduced)
+
+    def mlps_by_plan(self) -> dict[str, Precision] | None:
+        """As of the base class."""
+        return self._by_plan(self.mlps.reduced)
+
+    def _by_plan(self, names: tuple[str, ...]) -> dict[str, Precision] | None:
+        return dict.fromkeys(names, self.precision) if self.is_decided else None
 
     @property
     def option(self) -> str:
@@ -98,30 +68,31 @@ class PrecisionReport:
         counts = [f"{len(self.reduced)} of {len(self.rows)} attentions"] if self.reduced else []
         if self.gemms.reduced:
             counts.append(f"{len(self.gemms.reduced)} of {len(self.gemms.rows)} GEMMs")
+        if self.mlps.reduced:
+            counts.append(f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs")
         if not counts:
             return f"{self.precision.option} changes nothing"
-        count = " and ".join(counts)
+        count = " and ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts)
         return f"OUTPUTS CHANGE: {self.precision.option} lets {count} compute matmuls in {self.precision.name}"
 
     def lines(self) -> list[str]:
         """A line for each kind of row, the error where it is the largest, and the loss."""
-        if not self.rows and not self.gemms.rows:
+        if not self.rows and not self.gemms.rows and not self.mlps.rows:
             name = self.precision.name
-            return [f"  there is neither an attention nor a matmul by a constant weight that could compute in {name}"]
+            return [f"  there is no attention, sparse MLP or matmul by a constant weight that could compute in {name}"]
         groups: dict[PrecisionRow, list[PrecisionRow]] = defaultdict(list)
         for row in self.rows:
             kind = replace(row, node="", layer=0, relative_rms=None)
             groups[kind if row.reduced else replace(kind, relative_rms=row.relative_rms)].append(row)
         lines = [line for group in groups.values() for line in self._group_lines(group)]
         lines += self.gemms.lines(self.precision.name)
+        lines += self.mlps.lines(self.precision.name)
         if self.measured_on:
             lines.append(f"errors of attentions: relative RMS against fp64, on {self.measured_on}")
         if self.reduced:
             lines += self._comparison_lines()
-        if self.reduced or self.gemms.reduced:
-            measured = [line for found in self._losses() for line in found]
-            measured += [] if self.cosines is None else [self.cosines.line()]
-            lines += measured or ["loss: not measured; --prompts FILE or --inputs FILE measures it"]
+        if self.changes_outputs:
+            lines += self._loss_lines("--prompts FILE or --inputs FILE measures it")
         return [*lines, *(f"warning: {words}" for words in self.warnings)]
 
     def _comparison_lines(self) -> list[str]:
@@ -136,15 +107,6 @@ class PrecisionReport:
             f"verification compares outputs in full precision; {held} of {len(reduced)} attentions in {name} are held to the "
             "definition that rounds as their kernels do"
         ]
-
-    @property
-    def loss_headlines(self) -> list[str]:
-        """A line for each loss that was measured."""
-        return [*(lines[0] for lines in self._losses()), *([] if self.cosines is None else [self.cosines.line()])]
-
-    def _losses(self) -> list[list[str]]:
-        losses = (("loss", self.loss), ("loss of decoding", self.decode_loss))
-        return [loss.lines(what) for what, loss in losses if loss is not None]
 
     def _group_lines(self, group: list[PrecisionRow]) -> list[str]:
         first, layers = group[0], ", ".join(number_ranges([r.layer for r in group]))
@@ -165,14 +127,9 @@ class PrecisionReport:
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
-        return {
+        return super().to_json() | {
             "precision": self.precision.name,
             "max_error": self.max_error,
-            "layers": [asdict(row) for row in self.rows],
             "gemms": self.gemms.to_json(),
-            "measured_on": self.measured_on,
-            "loss": None if self.loss is None else asdict(self.loss),
-            "decode_loss": None if self.decode_loss is None else asdict(self.decode_loss),
-            "cosines": None if self.cosines is None else dict(self.cosines.outputs),
-            "warnings": list(self.warnings),
+            "mlps": self.mlps.to_json(),
         }

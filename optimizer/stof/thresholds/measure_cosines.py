@@ -108,7 +108,7 @@ def check_cosines(cosines: OutputCosines, options: Options, changed_by: str = "-
         way = (
             "a plan with a smaller threshold"
             if changed_by == "--sparsify"
-            else "a plan with fewer entries in attention_precision or gemm_precision"
+            else "a plan with fewer entries in attention_precision, gemm_precision or mlp_precision"
         )
     raise VerifyError(
         f"{changed_by} changes outputs too much: the cosine of output {name!r} with the original's is 1 - {1 - cosine:.3g} "

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from stof.arguments.precisions import RoundedOperands
 from stof.sparse_mlp.activations import find_activation
 from stof.sparse_mlp.constants import Constants, read_bias, read_rows
 from stof.sparse_mlp.site import MlpSite
@@ -25,6 +26,11 @@ class MlpWeights:
     up_bias: np.ndarray | None = None
     gate: np.ndarray | None = None
     gate_bias: np.ndarray | None = None
+
+    def rounded(self, precision: RoundedOperands) -> MlpWeights:
+        """The same with weights rounded to a type, and biases as they are."""
+        gate, up = (None if w is None else precision.round(w) for w in (self.gate, self.up))
+        return replace(self, down=precision.round(self.down), up=up, gate=gate)
 
     @classmethod
     def of(cls, site: MlpSite, constants: Constants) -> MlpWeights:

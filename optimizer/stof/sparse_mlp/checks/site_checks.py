@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from stof.arguments.precisions import precision_of
 from stof.graph.node_fields import plain_attributes_of
-from stof.runtime.library import LibraryError, Op
+from stof.runtime.library import LibraryError, Op, Tensor, call, tensor_of
 from stof.sparse_mlp.checks.oracle import MlpWeights, compute_gate, compute_mlp
 from stof.sparse_mlp.checks.rounded_tokens import round_tokens
 from stof.sparse_mlp.checks.selected_neurons import select_neurons
@@ -21,7 +23,7 @@ from stof.sparse_mlp.constants import Constants
 from stof.sparse_mlp.emit import emit_mlps, without_selection
 from stof.sparse_mlp.site import OP, OP_INPUTS, MlpSite
 from stof.symbolic import Symbolic
-from stof.verification.array_distance import largest_number, ulp_of_largest
+from stof.verification.array_distance import largest_number, relative_rms, ulp_of_largest
 from stof.verification.compare import describe_nonfinite
 from stof.verification.perturb import Noisy
 from stof.verification.result import Comparison, Coverage
@@ -30,7 +32,7 @@ from stof.verification.site_checks import SiteChecks
 _FACTOR = 2.0  # operator error ≤ 2 × that of the dense MLP in fp32 + 4 ulp
 _ORIGINAL_FACTOR = 16.0  # the runtime's kernels sum in other orders
 _ULPS = 4
-_MOST_TOKENS = 48  # that are compared
+MOST_TOKENS = 48  # that are compared
 _MOST_PREDICTED = 12  # likewise, where each token has thresholds of its own
 _QUANTIZED_SHARE = 0.05  # of the largest output: further off, quantized nodes compute something else
 _POISON = 1e4  # what buffers hold before a run
@@ -95,7 +97,7 @@ def _compare_site(
     what = f"site {site.name!r}"
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
     gate = captured[site.gate].reshape(-1, site.neurons)
-    tokens = _sample(len(gate), _MOST_TOKENS if site.selector is None else _MOST_PREDICTED)
+    tokens = _sample(len(gate), MOST_TOKENS if site.selector is None else _MOST_PREDICTED)
     gate_rows = gate[tokens]
     tokens_in = captured[site.tokens_input].reshape(len(gate), -1)[tokens] if site.tokens_input else None
     weights = MlpWeights.of(site, original)
@@ -126,7 +128,11 @@ def _compare_site(
             replace(expected, active=chosen.active),
             chosen.thresholds(_read_thresholds(site, arrays)),
         )
-    exact, single = expected.output(np.float64), expected.output(np.float32)
+    exact = wanted = expected.output(np.float64)
+    if (precision := precision_of(plain_attributes_of(node))) is not None:
+        expected = replace(expected, weights=weights.rounded(precision))
+        wanted = expected.output(np.float64)
+    single = expected.output(np.float32)
     try:
         result = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
     except LibraryError as error:
@@ -134,15 +140,16 @@ def _compare_site(
     odd = np.isfinite(result) != np.isfinite(exact)
     if odd.any():
         return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, result, exact))
-    away = largest_number(result - exact)
+    away = largest_number(result - wanted)
     rounded = single.astype(dtype).astype(np.float64)
     if site.rounds_tokens:
         # Verification runs have weights as they are stored, of which ONNX Runtime's kernel rounds no tokens.
         rounding = max(rounding, largest_number(expected.output(np.float64, rounds_tokens=True) - exact))
-    budget = _FACTOR * max(largest_number(rounded - exact), rounding) + _ULPS * ulp_of_largest(exact, dtype)
+    budget = _FACTOR * max(largest_number(rounded - wanted), rounding) + _ULPS * ulp_of_largest(wanted, dtype)
     left_out = len(gate) * site.output_size - result.size
     coverage = Coverage(result.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
-    return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage)
+    rms = None if precision is None else relative_rms(result, exact)
+    return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage, relative_rms=rms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +197,10 @@ def _run(
         thresholds = None if thresholds is None else np.ascontiguousarray(thresholds[:, site.order.indices])
     output = np.full((len(gate), site.output_size), _POISON, gate.dtype)
     op = Op(OP, plain_attributes_of(node))
+    if precision_of(plain_attributes_of(node)) is not None:
+        # Weights are rounded before the operator runs, as by runtimes, which give it constants then.
+        known = [tensor_of(arrays[n]) if n in arrays else Tensor() for n in OP_INPUTS[: len(node.input)]]
+        call("stof_op_prepare", op.handle, (Tensor * len(known))(*known), ctypes.c_int(len(known)))
     every = [slice(0, len(gate))] if thresholds is None else [slice(t, t + 1) for t in range(len(gate))]
     for rows in every:
         operands = {**arrays, "input": (gate if inputs is None else inputs)[rows]}

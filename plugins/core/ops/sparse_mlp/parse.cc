@@ -44,10 +44,12 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   attributes.Int("accuracy_level", &a.accuracy_level);
   attributes.Int("hot_neurons", &a.hot_neurons);
   attributes.Int("mlp_id", &id);
+  const Status fourth = ParseFlag(attributes, "allow_bf16", &a.allow_bf16);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
   STOF_RETURN_IF_ERROR(first);
   STOF_RETURN_IF_ERROR(second);
   STOF_RETURN_IF_ERROR(third);
+  STOF_RETURN_IF_ERROR(fourth);
   a.activation = static_cast<Activation>(activation);
   a.selection = static_cast<SparseMlpSelection>(selection);
   a.has_predictor_relu = predictor_activation != 0;

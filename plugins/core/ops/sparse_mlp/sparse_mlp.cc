@@ -11,6 +11,7 @@
 #include "plugins/core/contract/sparse_mlp_limits.h"
 #include "plugins/core/ops/named_inputs.h"
 #include "plugins/core/ops/sparse_mlp/hot_rows.h"
+#include "plugins/core/ops/sparse_mlp/rounded_weight.h"
 
 namespace stof {
 namespace {
@@ -216,7 +217,9 @@ class SparseMlpOp final : public Op {
   Status Prepare(const Tensor* inputs, int input_count) override {
     STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
     for (const int i : {in::kGateWeight, in::kUpWeight, in::kDownWeight}) {
-      if (i < input_count) hot_rows_.Read(inputs[i], attributes_.hot_neurons);
+      if (i >= input_count) continue;
+      const bool is_rounded = attributes_.allow_bf16 && rounded_[i - in::kGateWeight].Round(inputs[i]);
+      if (!is_rounded) hot_rows_.Read(inputs[i], attributes_.hot_neurons);
     }
     return Status();
   }
@@ -278,6 +281,10 @@ class SparseMlpOp final : public Op {
       if (backend == nullptr) return Status::Error(kNoCudaKernels);
       return backend->sparse_mlp.run(args, context);
     }
+    SparseMlpWeight* const weights[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
+    for (int i = 0; i < 3; ++i) {
+      if (weights[i]->data != nullptr) weights[i]->rounded = rounded_[i].Find(inputs[in::kGateWeight + i]);
+    }
     void* workspace = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(CpuSparseMlpWorkspace(args), &workspace));
     CpuSparseMlp(args, BestCpuIsa(), workspace, context.parallel);
@@ -299,6 +306,7 @@ class SparseMlpOp final : public Op {
 
   const SparseMlpAttributes attributes_;
   HotRows hot_rows_;
+  RoundedWeight rounded_[3];  // gate, up and down
 };
 
 Status CreateSparseMlp(const AttributeReader& attributes, std::unique_ptr<Op>* op) {
@@ -323,7 +331,8 @@ const OpDescription* SparseMlpDescription() {
       {"activation", AttributeType::kString},  {"selection", AttributeType::kString},
       {"bits", AttributeType::kInt},           {"block_size", AttributeType::kInt},
       {"accuracy_level", AttributeType::kInt}, {"hot_neurons", AttributeType::kInt},
-      {"mlp_id", AttributeType::kInt},         {"predictor_activation", AttributeType::kString}};
+      {"mlp_id", AttributeType::kInt},         {"predictor_activation", AttributeType::kString},
+      {"allow_bf16", AttributeType::kInt}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofSparseMLP";

@@ -45,6 +45,7 @@ struct SparseMlpAttributes {
   int64_t accuracy_level = 0;
   int64_t hot_neurons = 0;  // the first neurons, which were active; 0: not known
   bool has_predictor_relu = false;
+  bool allow_bf16 = false;  // the CPU: constant fp32 weights may be rounded to bf16
 };
 Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* parsed);
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error of each sparse MLP with rounded weights against fp64, on tensors that the original computes of sets of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import onnx
+
+from stof.arguments.precisions import RoundedOperands
+from stof.attention_precision.errors import Captured, Layers, visit_sites
+from stof.attention_precision.mlp_nodes import put_mlp_precision, sparse_mlps_of
+from stof.op_rewrite import Job
+from stof.sparse_mlp.checks.site_checks import MOST_TOKENS
+from stof.stages import Stage
+from stof.thresholds.measured_sets import MeasuredSets
+from stof.verification.site_checks import SiteChecks
+from stof.verification.site_error import SiteError
+
+
+def measure_mlp_errors(
+    job: Job,
+    stages: Sequence[Stage],
+    precision: RoundedOperands,
+    names: Collection[str],
+    sets: MeasuredSets,
+    some: Sequence[int],
+    folder: Path,
+) -> tuple[dict[str, SiteError], str]:
+    """The errors of sparse MLPs by the names of their operators, and what they were measured on.
+
+    Every operator computes with rounded weights what the original computes with its own, of the same tokens: errors do not
+    add up. Which neurons are active does not depend on the weights that are rounded.
+
+    Args:
+        job: the optimization.
+        stages: whose model it is.
+        precision: to which weights may be rounded.
+        names: of operators.
+        sets: what the original runs on.
+        some: the indices of those that count.
+        folder: for temporary files.
+
+    Raises:
+        ArgumentError: when the original does not run on a set.
+        VerifyError: when memory does not suffice.
+    """
+    errors: dict[str, SiteError] = {}
+
+    def emit(model: onnx.ModelProto) -> onnx.ModelProto:
+        return put_mlp_precision(model, precision, names)
+
+    def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
+        for comparison in checks.compare(emitted, captured):
+            if (name := layers.get(comparison.site)) is not None:
+                error = SiteError(comparison.relative_rms, "" if comparison.ok else comparison.message())
+                errors[name] = errors.get(name, SiteError()).join(error)
+
+    what = f"sparse MLPs in {precision.name}"
+    tokens = visit_sites(job, stages, what, names, (sets, some), folder, emit, visit, _mlps_of_sites)
+    described = sets.describe(some)
+    described = f"the first {tokens} tokens of {described}" if tokens else described
+    return errors, f"{MOST_TOKENS} tokens of a set at most, {described}"
+
+
+def _mlps_of_sites(emitted: onnx.ModelProto, checks: SiteChecks, names: Collection[str]) -> dict[str, str]:
+    """The name of each site's operator in the model, by the site."""
+    written = {node.output[0]: node.name for node in sparse_mlps_of(emitted.graph.node) if node.name in names}
+    return {site: written[tensors[0]] for site, tensors in checks.outputs().items() if tensors[0] in written}
