@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 from stof.arguments.precisions import EightBits, Precision
 from stof.attention.checks.eight_bit_model import LEAST_SCALE, MOST_FP8
 from stof.attention.function_body import OP
+from stof.errors import VerifyError
 from stof.graph.index import DOMAIN
 from stof.graph.node_builder import Builder
 from stof.graph.protobuf import copy_model
@@ -33,6 +34,9 @@ def emulate_eight_bits(model: onnx.ModelProto, precisions: Mapping[str, Precisio
     Args:
         model: with the functions of stof's operators.
         precisions: of attentions, by the names of StofAttention operators.
+
+    Raises:
+        VerifyError: where another operator may compute in 8 bits.
     """
     copy = copy_model(model)
     body = next((f for f in copy.functions if (f.domain, f.name) == (DOMAIN, OP)), None)
@@ -40,6 +44,10 @@ def emulate_eight_bits(model: onnx.ModelProto, precisions: Mapping[str, Precisio
     for name, nodes in nodes_by_layer(copy).items():
         precision = precisions.get(name)
         if isinstance(precision, EightBits):
+            if nodes[0].op_type != OP:
+                raise VerifyError(
+                    f"the loss cannot be measured: the function body of {nodes[0].op_type} cannot round to 8 bits"
+                )
             used[precision.name] = precision
             for node in nodes:
                 node.domain, node.op_type = EMULATED_DOMAIN, precision.name
