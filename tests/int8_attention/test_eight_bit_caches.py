@@ -47,9 +47,8 @@ def test_operators_get_the_attribute(
 
 REASONS = [
     (replace(SHAPE, dtype="float32"), "its inputs are fp32, expected fp16 or bf16"),
-    (replace(SHAPE, D=32, rotary=32), "its head size is 32 / 32, expected 64 or 128"),
+    (replace(SHAPE, D=32, rotary=32), "its head size is 32 / 32, expected 64 or 128, the same of queries and values"),
     (replace(SHAPE, softcap=30.0), "its scores have a softcap (30)"),
-    (replace(SHAPE, scale=-0.5), "its scores have the scale -0.5, expected a positive one"),
     (replace(SHAPE, cache="int8"), "its cache is quantized (int8), expected one of the type of its inputs"),
     (replace(SHAPE, bias=(1, 1)), "its scores have terms besides products of queries and keys (attention_bias)"),
 ]
@@ -88,6 +87,38 @@ def test_auto_takes_what_gains_within_its_bound(tmp_path: Path, monkeypatch: pyt
     _, target, report = run(tmp_path, sharp, "auto", *prompts, "--max-error", "1e-9")
     assert precisions_of(target) == [""]
     assert "its relative RMS error is" in report["attention_precision"]["layers"][0]["reason"]
+
+
+def test_the_loss_on_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of prompts alone: decode steps compute in full precision. The gate holds it."""
+    model = write_decoder(tmp_path / "model.onnx", SHAPE)
+    prompts = write_prompts(tmp_path / "prompts.npy", LENGTH)
+    losses = []
+    for option in ("int8", "fp8"):
+        status, _, report = run(tmp_path, model, option, *prompts)
+        assert status == 0
+        found = report["attention_precision"]
+        losses.append(found["loss"]["kl"])
+        assert found["decode_loss"]["kl"] < 1e-10
+    assert 1e-8 < 3 * losses[0] < losses[1] < 0.1
+    status, target, _ = run(tmp_path, model, "fp8", *prompts, "--max-kl", "1e-9")
+    assert status == 2
+    assert not target.exists()
+    assert "--attention-precision fp8 changes outputs too much: KL divergence" in capsys.readouterr().err
+
+
+def test_a_loss_that_no_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sliding-window caches: the report says so, and a gate that the user asks for is refused."""
+    model = write_decoder(tmp_path / "model.onnx", replace(SHAPE, window=32, sliding=True))
+    prompts = write_prompts(tmp_path / "prompts.npy", 60)
+    status, target, report = run(tmp_path, model, "int8", *prompts)
+    assert status == 0
+    assert precisions_of(target) == ["int8"]
+    assert report["attention_precision"]["loss"] is None
+    assert "keeps a window of its cache, and no model rounds it to 8 bits" in capsys.readouterr().out
+    status, target, _ = run(tmp_path, model, "int8", *prompts, "--max-kl", "0.5")
+    assert status == 2
+    assert not target.exists()
 
 
 def test_a_plan_is_replayed(tmp_path: Path) -> None:
