@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attentions the CUDA kernels with 8-bit operands take, but for the device (eight_bits.py): StofAttention, and prompts
-of StofCachedAttention.
+"""Which attentions the CUDA kernels with 8-bit operands take, but for the device (eight_bits.py).
 
-It mirrors ``Int8PrecisionOf`` of cuda/attention/int8/precision.cc, which decides in a run. Change both together. Not mirrored:
-padding with ``empty_rows`` "all" on devices other than 9.0, which run it in full precision.
+These are nodes of StofAttention, and prompts of StofCachedAttention. It mirrors ``Int8PrecisionOf`` of
+cuda/attention/int8/precision.cc, which decides in a run. Change both together. Not mirrored, and run in full precision: padding
+with ``empty_rows`` "all" on devices other than 9.0, and first prompts over a cache whose key columns are gathered.
 """
 
 from __future__ import annotations
