@@ -82,7 +82,7 @@ class Append {
                                                    : rows.past + token;
   }
 
-  // ---- check CTAs: first_row and is_invalid ----
+  // ---- check CTAs: first_row, key_ends and is_invalid ----
   __device__ void Check(int64_t b) {
     const CacheRows rows = RowsOf(b);
     bool is_wrong = rows.is_invalid;
@@ -94,7 +94,9 @@ class Append {
     }
     const int any = __syncthreads_or(is_wrong ? 1 : 0);
     if (threadIdx.x != 0) return;
-    if (args_.first_row != nullptr) args_.first_row[b] = static_cast<int32_t>(is_staged() ? rows.held : rows.first_row);
+    const int64_t first_row = is_staged() ? rows.held : rows.first_row;
+    if (args_.first_row != nullptr) args_.first_row[b] = static_cast<int32_t>(first_row);
+    if (args_.key_ends != nullptr) args_.key_ends[b] = static_cast<int32_t>(first_row + rows.tokens);
     if (args_.is_invalid != nullptr) args_.is_invalid[b] = any != 0 ? 1 : 0;
   }
 

@@ -442,7 +442,7 @@ def _verify_and_write(
 
         final = apply_precision(report, job, final, stages, target.parent, user_inputs, measure)
         if not has_replaced:  # verification has seen nothing yet
-            if not report.attention_precision.gemms.reduced:
+            if not report.attention_precision.adds_operators:
                 return stages
             verify_gemms(report, OPS, stages, final, target.parent, user_inputs)
     measure_loss_on_prompts(report, job, stages, final, target, measure)

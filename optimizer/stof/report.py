@@ -304,7 +304,7 @@ class Report:
     def has_result(self) -> bool:
         """Whether there is another model than the original: an op replaced candidates, or matmuls became StofGemm."""
         precision = self.attention_precision
-        return bool(self.replaced or (precision is not None and precision.gemms.reduced))
+        return bool(self.replaced or (precision is not None and precision.adds_operators))
 
     @property
     def earlier_measurements(self) -> EarlierMeasurements | None:

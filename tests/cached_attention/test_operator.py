@@ -346,6 +346,7 @@ def test_wrong_inputs_are_named(name: str) -> None:
         ({"sliding_window_cache": 16, "mask": "k % 2 == 0"}, "not one of distances"),
         ({"sliding_window_cache": -1}, "attribute sliding_window_cache is -1"),
         ({"do_rotary": 2}, "attribute do_rotary is 2"),
+        ({"precision": "int4"}, "attribute precision is 'int4', expected nothing, int8 or int8_fp8"),
     ],
 )
 def test_wrong_attributes_are_named(attributes: dict[str, Any], message: str) -> None:

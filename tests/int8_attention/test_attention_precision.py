@@ -14,8 +14,8 @@ import pytest
 from eight_bit_models import Layer, texts, write_model
 from onnx import TensorProto
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sparsify"))
-import test_prompts
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "paged_attention"))
+import paged_models
 
 # isort: split
 
@@ -155,12 +155,13 @@ def test_attentions_that_leave_out_keys(tmp_path: Path) -> None:
     assert report["attention_precision"]["layers"][0]["reason"] == "it skips by score"
 
 
-def test_attention_over_a_cache(tmp_path: Path) -> None:
-    model = test_prompts.decoder(tmp_path, strength=0.1)
-    status, target, report = run(tmp_path, model, "int8")
+def test_attention_over_pages(tmp_path: Path) -> None:
+    model = paged_models.model_of(paged_models.Shape(dtype="float16", D=64))
+    onnx.save(model, tmp_path / "model.onnx")
+    status, target, report = run(tmp_path, tmp_path / "model.onnx", "int8")
     assert status == 0
     (row,) = report["attention_precision"]["layers"]
-    assert row["reason"] == "no kernel of StofCachedAttention has 8-bit operands"
+    assert row["reason"] == "no kernel of StofPagedAttention has 8-bit operands"
     assert precisions_of(target) == [""]
 
 

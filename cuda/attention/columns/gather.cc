@@ -36,6 +36,10 @@ bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const Attentio
   // The same SkipDistance: copies are no further keys.
   gathered->args.scores.skip_threshold *= static_cast<float>(rows) / static_cast<float>(args.shape.T);
   gathered->args.scores.block_threshold = 0.0f;  // blocks are of neighbours
+  if (args.kv.key_ends != nullptr) {             // these count no copies in front of the keys: full precision
+    gathered->args.kv.key_ends = nullptr;
+    gathered->args.precision = AttentionPrecision::kFull;
+  }
   gathered->args.key.stride = {args.shape.G * rows * args.shape.D, rows * args.shape.D, args.shape.D};
   gathered->args.value.stride = {args.shape.G * rows * args.shape.Dv, rows * args.shape.Dv, args.shape.Dv};
   gathered->args.key.data = gathered->args.value.data = nullptr;

@@ -78,6 +78,10 @@ struct Int8Params {
   float* query_shifts = nullptr;  // nullptr: not wanted
   float* tile_scales = nullptr;
   float* key_means = nullptr;
+  const int32_t* key_ends = nullptr;  // [B]: the number of keys of each sequence; nullptr: T for all
+  // Beside key_ends: no query reads a tile behind the keys of its sequence, which stays as it is. Otherwise it becomes
+  // zeros.
+  bool skips_tiles = false;
 };
 
 // The 8-bit operands of an attention in memory of Int8Layout's size. has_fp8_values: values in e4m3, too.

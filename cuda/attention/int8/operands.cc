@@ -14,6 +14,10 @@ Status PlaceOperands(AttentionJob* job, const AttentionParams& attention, bool h
     return Status::Error("no device memory for " + std::to_string(bytes) + " bytes of 8-bit operands");
   }
   *params = DescribeOperands(attention, shape, has_fp8_values, memory);
+  params->key_ends = job->args().kv.key_ends;
+  // The mask of a first prompt is constant, and rows of padding attend padding. One that reads the lengths allows no
+  // key behind them.
+  params->skips_tiles = !job->mask().parts.dynamic.empty();
   return Status();
 }
 

@@ -52,9 +52,15 @@ __device__ __forceinline__ void UnpackColumns(const uint4& loaded, float (&x)[kC
   }
 }
 
-// Whether a key exists and is not padding. What padding holds changes no result.
-__device__ __forceinline__ bool IsKey(const AttentionParams& p, int b, int key) {
-  if (key >= p.T) return false;
+// The number of keys of sequence b of [B].
+__device__ __forceinline__ int CountKeys(const Int8Params& params, int b) {
+  const int T = params.attention.T;
+  return params.key_ends == nullptr ? T : max(0, min(T, params.key_ends[b]));
+}
+
+// Whether a key is one of the `keys` of its sequence and is not padding. What other rows hold changes no result.
+__device__ __forceinline__ bool IsKey(const AttentionParams& p, int b, int keys, int key) {
+  if (key >= keys) return false;
   if (p.pad_bits == nullptr) return true;
   const int words = (p.T + kTileKeys - 1) / kTileKeys * (kTileKeys / 32);
   return (p.pad_bits[static_cast<int64_t>(b) * words + key / 32] >> key % 32 & 1) != 0;
@@ -113,7 +119,7 @@ class Quantizer {
 
   // The mean of keys of head bg of [B, G]: of all, or of kMeanKeys that are spread over them.
   __device__ void AverageKeys(int bg) {
-    const int b = bg / p_.G, keys = min(p_.T, kMeanKeys);
+    const int b = bg / p_.G, all = CountKeys(params_, b), keys = min(all, kMeanKeys);
     const int64_t base = b * p_.key_stride.b + bg % p_.G * p_.key_stride.h + column_;
     float own[kColumns] = {}, count = 0.0f;
     for (int first = row_; first < keys; first += kLoads * kRows) {
@@ -122,8 +128,8 @@ class Quantizer {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int at = first + i * kRows;
-        const int key = static_cast<int>(static_cast<int64_t>(at) * p_.T / keys);
-        is_key[i] = at < keys && IsKey(p_, b, key);
+        const int key = static_cast<int>(static_cast<int64_t>(at) * all / keys);
+        is_key[i] = at < keys && IsKey(p_, b, all, key);
         loaded[i] = is_key[i] ? LoadColumns<T>(p_.key, base + key * p_.key_stride.s) : uint4{0, 0, 0, 0};
       }
 #pragma unroll
@@ -140,15 +146,16 @@ class Quantizer {
     if (column_ == 0) shared_.sums[row_][kHead] = count;
     __syncthreads();
     for (int d = static_cast<int>(threadIdx.x); d < kHead; d += kThreads) {
-      float sum = 0.0f, all = 0.0f;
-      for (int i = 0; i < kRows; ++i) sum += shared_.sums[i][d], all += shared_.sums[i][kHead];
-      params_.key_means[static_cast<int64_t>(bg) * kHead + d] = all > 0.0f ? sum / all : 0.0f;
+      float sum = 0.0f, summed = 0.0f;
+      for (int i = 0; i < kRows; ++i) sum += shared_.sums[i][d], summed += shared_.sums[i][kHead];
+      params_.key_means[static_cast<int64_t>(bg) * kHead + d] = summed > 0.0f ? sum / summed : 0.0f;
     }
   }
 
   // Keys of KV tile `tile` of head bg of [B, G].
   __device__ void QuantizeKeys(int bg, int tile) {
     const int b = bg / p_.G, key0 = tile * kInt8TileKeys;
+    if (IsSkipped(b, key0)) return;
     uint4 loaded[kWords][4];
     const uint32_t is_key = Load(p_.key, p_.key_stride, b, bg % p_.G, key0, loaded);
     float mean[kColumns];
@@ -194,6 +201,7 @@ class Quantizer {
   // Values of KV tile `tile` of head bg of [B, G]. By way of shared memory: a thread has eight columns of four keys,
   // memory has all keys of a column.
   __device__ void QuantizeValues(int bg, int tile) {
+    if (IsSkipped(bg / p_.G, tile * kInt8TileKeys)) return;
     uint4 loaded[kWords][4];
     Load(p_.value, p_.value_stride, bg / p_.G, bg % p_.G, tile * kInt8TileKeys, loaded);
     if (threadIdx.x == 0) shared_.largest[0] = 0.0f;
@@ -281,6 +289,10 @@ class Quantizer {
  private:
   static constexpr int kLoads = 8;  // of a thread that sums keys, in flight
 
+  // Whether a tile from this key on is one that no query reads.
+  __device__ __forceinline__ bool IsSkipped(int b, int key0) const {
+    return params_.skips_tiles && key0 >= CountKeys(params_, b);
+  }
   // Key i of the four of this thread's word w: those whose scores a thread of the attention kernel has.
   __device__ __forceinline__ int KeyOf(int w, int i) const {
     const int word = row_ + w * kRows;
@@ -318,13 +330,14 @@ class Quantizer {
   __device__ __forceinline__ uint32_t Load(const void* from, const Strides& stride, int b, int g, int key0,
                                            uint4 (&loaded)[kWords][4]) const {
     const int64_t base = b * stride.b + g * stride.h + column_;
+    const int keys = CountKeys(params_, b);
     uint32_t is_key = 0;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = key0 + KeyOf(w, i);
-        const bool exists = IsKey(p_, b, key);
+        const bool exists = IsKey(p_, b, keys, key);
         loaded[w][i] = exists ? LoadColumns<T>(from, base + key * stride.s) : uint4{0, 0, 0, 0};
         is_key |= exists ? 1u << (4 * w + i) : 0u;
       }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stof.arguments.precisions import AUTO, PRECISIONS, Precision
+from stof.cached_attention.site import OP as CACHED
 from stof.sparsify.reduced_report import PrecisionRow, ReducedPrecisionReport
 from stof.sparsify.threshold_report import number_ranges
 
@@ -93,14 +94,18 @@ class EightBitReport(ReducedPrecisionReport):
         first, layers = group[0], ", ".join(number_ranges([r.layer for r in group]))
         if not isinstance(first, EightBitRow) or not first.reduced:
             return f"  full precision in layer {layers}: {first.reason}"
-        words = []
+        words: list[str] = []
         if first.predicted_gain is not None:
             words.append(
                 f"estimated {first.predicted_gain:.2f}x over 16 bits at {first.length} keys on compute capability 9.0"
             )
-        if errors := [r.relative_rms for r in group if r.relative_rms is not None]:
+        errors = [r.relative_rms for r in group if r.relative_rms is not None]
+        known = bool(errors) or first.predicted_gain is not None
+        if errors:
             words.append(f"relative RMS error {'up to ' if len(errors) > 1 else ''}{max(errors):.2g}")
-        return f"  {first.precision or '8 bits'} in layer {layers}: {'; '.join(words) or 'error not known'}"
+        if first.op == CACHED:
+            words.append("prompts alone, steps of at most 16 tokens stay in full precision")
+        return f"  {first.precision or '8 bits'} in layer {layers}: {'; '.join(words if known else [*words, 'error not known'])}"
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""

@@ -15,16 +15,18 @@ import onnx
 from stof.arguments.precisions import AUTO, EightBits, Precision
 from stof.attention.checks.eight_bit_error import EightBitErrors
 from stof.attention.checks.site_checks import AttentionChecks
-from stof.attention.decide.cost_cpu import tile_density
+from stof.attention.decide.cost_cpu import mask_tile_density, tile_density
 from stof.attention.decide.cost_eight_bits import AttentionSizes, estimate_gain
 from stof.attention.describe.site_problem import SiteProblem
 from stof.attention.emit import Rewrite
 from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
-from stof.attention_precision.eight_bit_kernels import CAPABILITY, LEAST_CAPABILITY, why_not_in_8_bits
+from stof.attention_precision.eight_bit_kernels import CAPABILITY, LEAST_CAPABILITY, MOST_DECODED, why_not_in_8_bits
 from stof.attention_precision.eight_bit_report import EightBitReport, EightBitRow
 from stof.attention_precision.errors import Captured, Layers, attentions_of_sites, visit_sites
 from stof.attention_precision.layers import check_library, put_precisions
 from stof.attention_precision.measured import draw_sets, longest_sets
+from stof.cached_attention.checks.site_checks import CacheChecks
+from stof.cached_attention.site import CacheSite
 from stof.errors import ArgumentError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
@@ -44,7 +46,10 @@ from stof.verification.site_checks import SiteChecks
 
 _TILE = (128, 128)  # query rows x keys of the kernels
 _LONGEST = 32768  # keys up to which the share of tiles is counted; beyond it hardly changes
-_UNKNOWN = "it lies in a subgraph, reads tensors that only the result has, or its output is 0 or not finite"
+_UNKNOWN = (
+    "it lies in a subgraph, reads tensors that only the result has, ran on few queries over its cache, or its output is 0 or not "
+    "finite"
+)
 
 
 @dataclass(frozen=True)
@@ -192,44 +197,46 @@ def _measure(
 ) -> dict[str, MeasuredSite]:
     """Errors and gains of the attentions that kernels take, by the names of operators."""
     precisions, names = job.options.eight_bits, found.reduced
-    sites: dict[str, list[tuple[Rewrite, EightBitErrors]]] = {}
+    sites: dict[str, list[tuple[Rewrite | CacheSite, EightBitErrors]]] = {}
 
     def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
         if isinstance(checks, AttentionChecks):
             for rewrite, errors in checks.measure_eight_bits(emitted, captured, precisions, layers):
                 sites.setdefault(layers[rewrite.site.name], []).append((rewrite, errors))
+        elif isinstance(checks, CacheChecks):
+            for site, errors in checks.measure_eight_bits(emitted, captured, precisions, layers):
+                if errors.sizes[3] > MOST_DECODED:  # decode kernels compute the others, in full precision
+                    sites.setdefault(layers[site.name], []).append((site, errors))
 
     some = longest_sets(sets)
+    measured, same = (sets, some), lambda model: model
     tokens = visit_sites(
-        job,
-        stages,
-        "attentions in 8 bits",
-        names,
-        (sets, some),
-        folder,
-        lambda model: model,
-        visit,
-        attentions_of_sites,
+        job, stages, "8 bits", names, measured, folder, same, visit, attentions_of_sites, takes_all_scores=False
     )
     found.measured_on = sets.describe(some)
     if tokens:
         found.measured_on = f"the first {tokens} tokens of {found.measured_on}"
-    every = [errors for measured in sites.values() for _, errors in measured]
+    every = [errors for of_site in sites.values() for _, errors in of_site]
     found.measured_rows = sum(e.rows for e in every), sum(e.all_rows for e in every)
-    return {name: _join(measured, precisions) for name, measured in sites.items()}
+    return {name: _join(of_site, precisions) for name, of_site in sites.items()}
 
 
-def _join(measured: Sequence[tuple[Rewrite, EightBitErrors]], precisions: Sequence[EightBits]) -> MeasuredSite:
+def _join(
+    measured: Sequence[tuple[Rewrite | CacheSite, EightBitErrors]], precisions: Sequence[EightBits]
+) -> MeasuredSite:
     """The largest errors of all sets; the gains on the one with the most pairs of queries and keys."""
     errors: dict[str, float] = {}
     for _, found in measured:
         for name, error in found.relative_rms.items():
             errors[name] = max(error, errors.get(name, 0.0))
-    rewrite, longest = max(measured, key=lambda m: m[1].sizes[3] * m[1].sizes[4])
+    site, longest = max(measured, key=lambda m: m[1].sizes[3] * m[1].sizes[4])
     batch, heads, kv_heads, queries, keys, head_size = longest.sizes
-    density = 1.0
-    if queries == keys:
-        density = tile_density(SiteProblem.of(rewrite.site, rewrite.mask), min(keys, _LONGEST), _TILE)
+    density, length = 1.0, min(keys, _LONGEST)
+    if isinstance(site, CacheSite):  # its queries are the last ones
+        first = max(0, length - queries)
+        density = mask_tile_density(site.mask, site.mask_tables, heads, length, _TILE, first)
+    elif queries == keys:
+        density = tile_density(SiteProblem.of(site.site, site.mask), length, _TILE)
     sizes = AttentionSizes(batch, heads, kv_heads, queries, keys, head_size, density)
     return MeasuredSite(errors, {p.name: estimate_gain(sizes, p) for p in precisions}, keys)
 
@@ -308,8 +315,8 @@ def _measure_cosines(
         VerifyError: when it is too large, or cannot be measured and --min-cosine is not its default.
     """
     every = list(range(sets.count))
-    emulated = emulate_eight_bits(reduced, found.by_name)
     try:
+        emulated = emulate_eight_bits(reduced, found.by_name)
         inputs, typed = find_model_inputs(job, stages), typed_attributes_to_widen(job.model, stages)
         meter = measure_cosines(job, stages, inputs, sets, every, emulated, folder, typed)
     except VerifyError as error:

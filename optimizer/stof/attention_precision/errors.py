@@ -109,6 +109,8 @@ def visit_sites(
     emit: Callable[[onnx.ModelProto], onnx.ModelProto],
     visit: Visit,
     find_operators: FindOperators,
+    *,
+    takes_all_scores: bool = True,
 ) -> int:
     """Runs the original on sets of inputs, and gives each op's sites the tensors that it computes there.
 
@@ -122,6 +124,7 @@ def visit_sites(
         emit: makes of a stage's model the one whose sites are looked at.
         visit: gets the checks of an op, that model, the operators of its sites, and the tensors that were computed.
         find_operators: which operators the sites of an op are.
+        takes_all_scores: ``visit`` has all scores over a KV cache in memory at once.
 
     Returns:
         How many tokens of each prompt count, at most; 0: all of each set.
@@ -145,7 +148,8 @@ def visit_sites(
                 if layers:
                     capture = _Capture(sessions, checks, stages, scratch)
                     if sets.prompts:
-                        sets = _shorten_prompts(sets, capture, maker, has_caches=stage.op.key == CACHES)
+                        is_short = takes_all_scores and stage.op.key == CACHES
+                        sets = _shorten_prompts(sets, capture, maker, is_short=is_short)
                     for feed in sets.feeds(maker, some):
                         visit(checks, emitted, layers, capture.run(feed()))
     except RuntimeFailure as error:
@@ -158,8 +162,8 @@ def visit_sites(
     return most if most < longest else 0
 
 
-def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *, has_caches: bool) -> MeasuredSets:
-    """The prompts with as many tokens as may run at once, by the bytes that a short one takes."""
+def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *, is_short: bool) -> MeasuredSets:
+    """The prompts with as many tokens as may run at once, by the bytes that a short one takes; is_short: few of them."""
     ids = max(sets.prompts, key=len)[:_PROBED]
     try:
         feed = make_prompt_feed(maker, ids)
@@ -167,7 +171,7 @@ def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *
         return sets
     taken = sum(array.nbytes for array in capture.run(feed).values())
     limit = max(len(ids), _MOST_BYTES * len(ids) // max(taken, 1))
-    limit = min(limit, _MOST_TOKENS) if has_caches else limit
+    limit = min(limit, _MOST_TOKENS) if is_short else limit
     return replace(sets, prompts=tuple(ids[:limit] for ids in sets.prompts))
 
 

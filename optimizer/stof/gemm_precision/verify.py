@@ -16,6 +16,7 @@ from stof.graph.index import DOMAIN
 from stof.graph.protobuf import copy_model
 from stof.op_rewrite import OpRewrite
 from stof.report import Report
+from stof.sparsify.precision_report import PrecisionReport
 from stof.stages import Stage
 from stof.verify_stages import verify_rewritten
 
@@ -41,10 +42,11 @@ def verify_gemms(
     Raises:
         VerifyError: when outputs differ.
     """
-    if report.attention_precision is None or not stages[-1].job.options.verify:
+    reduced = report.attention_precision
+    if not isinstance(reduced, PrecisionReport) or not stages[-1].job.options.verify:
         return
     with progress.step("verify"):
-        model = _in_full_precision(final, report.attention_precision.precision.attribute)
+        model = _in_full_precision(final, reduced.precision.attribute)
         verify_rewritten(report, ops, stages, model, folder, user_inputs)
 
 

@@ -84,8 +84,8 @@ def _measure(
         return measure_loss(job.source, final, inputs, prompts, folder, job.options, typed)
     from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 
-    emulated = emulate_eight_bits(final, reduced.by_name)
     try:
+        emulated = emulate_eight_bits(final, reduced.by_name)
         typed = typed_attributes_to_widen(job.model, stages)
         return measure_loss(job.source, emulated, inputs, prompts, folder, job.options, typed)
     except VerifyError as error:

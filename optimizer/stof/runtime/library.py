@@ -336,11 +336,12 @@ class BlockMask:
     bits_id: np.ndarray  # [nnz]
     bits: np.ndarray  # [distinct, m, n / 32]
 
-    def tile_density(self, T: int) -> float:
-        """Kept tiles over all tiles, averaged over the layouts' tables."""
-        columns = -(-T // self.n)
-        total = max(1, len(self.full_begin) * columns)
-        return len(self.key_tile) / total
+    def tile_density(self, T: int, first: int = 0) -> float:
+        """Kept tiles over all tiles of the query rows from ``first`` on, averaged over the layouts' tables."""
+        columns, begin = -(-T // self.n), first // self.m
+        tables = len(self.full_begin) // max(1, self.rows)
+        ends = self.row_ptr[np.arange(tables)[:, None] * self.rows + [begin, self.rows]]
+        return int((ends[:, 1] - ends[:, 0]).sum()) / max(1, tables * (self.rows - begin) * columns)
 
 
 class Mask:

@@ -58,6 +58,11 @@ class PrecisionReport(ReducedPrecisionReport):
         return dict.fromkeys(names, self.precision) if self.is_decided else None
 
     @property
+    def adds_operators(self) -> bool:
+        """Whether matmuls become StofGemm."""
+        return bool(self.gemms.reduced)
+
+    @property
     def option(self) -> str:
         """What the user gave."""
         return self.precision.option

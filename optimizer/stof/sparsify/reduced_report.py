@@ -70,6 +70,11 @@ class ReducedPrecisionReport(ABC):
         """Whether any operator may compute in the precision."""
         return bool(self.reduced)
 
+    @property
+    def adds_operators(self) -> bool:
+        """Whether matmuls become operators that no op of the pipeline writes."""
+        return False
+
     @abstractmethod
     def by_plan(self) -> dict[str, Precision] | None:
         """The precisions of attentions as a plan has them; None where no model was written, which errors may yet decide."""

@@ -174,8 +174,8 @@ struct KvArgs {
   KvScale key_scale, value_scale;  // of quantized ones
   // The CPU: all keys are read there. Devices: the split-KV kernel reads them, whatever the other arguments say.
   KeyPages pages;
-  // [B], the CPU, and devices with pages: the number of keys of each sequence. Later rows may hold anything, NaN
-  // included, and are not read. nullptr: T for all.
+  // [B], the CPU, and devices with pages or 8-bit operands: the number of keys of each sequence. Later rows may hold
+  // anything, NaN included, and are not read. nullptr: T for all.
   const int32_t* key_ends = nullptr;
   // The CPU: the first columns->packed() of the T keys are copies of these columns, which the kernel gathers. key and
   // value hold the other keys, and the masks are over all T. nullptr: none.

@@ -62,6 +62,9 @@ struct CacheAppendArgs {
   // a sliding-window cache has moved its rows; negative where present does not keep that token. On a device: where
   // seqlens is illegal, a row that keeps all accesses in bounds.
   int32_t* first_row = nullptr;
+  // [B], devices alone: where the keys of each sequence end in the rows that first_row counts; padding of a first
+  // prompt lies behind. Where seqlens is illegal, a row that keeps all accesses in bounds. nullptr: not asked for.
+  int32_t* key_ends = nullptr;
   // [B], devices alone: 1 where seqlens or a position is illegal: the outputs of that sequence must be NaN.
   int32_t* is_invalid = nullptr;
 };

@@ -88,19 +88,6 @@ Status ParsePacked(const AttributeReader& attributes, AttentionAttributes* parse
 
 }  // namespace
 
-// Attribute precision.
-Status ParsePrecision(const AttributeReader& attributes, AttentionPrecision* precision) {
-  std::string text;
-  attributes.String("precision", &text);
-  static constexpr const char* kPrecisions[] = {"", "int8", "int8_fp8"};
-  const auto* found = std::find(std::begin(kPrecisions), std::end(kPrecisions), text);
-  if (found == std::end(kPrecisions)) {
-    return Status::Error("attribute precision is " + Quote(text, kMostQuoted) + ", expected nothing, int8 or int8_fp8");
-  }
-  *precision = static_cast<AttentionPrecision>(found - std::begin(kPrecisions));
-  return Status();
-}
-
 Status ParseAttention(const AttributeReader& attributes, AttentionAttributes* parsed, const AttentionRoles& roles) {
   AttentionAttributes& a = *parsed;
   std::string text;

@@ -3,10 +3,13 @@
 #ifndef STOF_PLUGINS_CORE_OPS_ATTRIBUTE_CHECKS_H_
 #define STOF_PLUGINS_CORE_OPS_ATTRIBUTE_CHECKS_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 #include "plugins/core/base/status.h"
+#include "plugins/core/contract/attention_args.h"
 #include "plugins/core/contract/attention_limits.h"
 #include "plugins/core/contract/op.h"
 #include "plugins/core/host/quoted.h"
@@ -49,6 +52,20 @@ inline Status ParseBlockThreshold(const AttributeReader& attributes, float* thre
     return UnexpectedAttribute("block_threshold", PrintFloat(found), "0 to 1");
   }
   *threshold = AreScoresSkipped() ? found : 0.0f;
+  return Status();
+}
+
+// Reads attribute precision of an attention.
+inline Status ParsePrecision(const AttributeReader& attributes, AttentionPrecision* precision) {
+  std::string text;
+  attributes.String("precision", &text);
+  constexpr size_t kMostShown = 64;  // bytes of it
+  static constexpr const char* kPrecisions[] = {"", "int8", "int8_fp8"};
+  const auto* found = std::find(std::begin(kPrecisions), std::end(kPrecisions), text);
+  if (found == std::end(kPrecisions)) {
+    return UnexpectedAttribute("precision", Quote(text, kMostShown), "nothing, int8 or int8_fp8");
+  }
+  *precision = static_cast<AttentionPrecision>(found - std::begin(kPrecisions));
   return Status();
 }
 

@@ -64,12 +64,14 @@ struct Step {
   int64_t total = 0;  // total_sequence_length
   float softcap = 0;
   bool has_sink = false, has_bias = false;
-  const char* kernel = "";  // forced
+  const char* kernel = "";     // forced
+  const char* precision = "";  // the attribute
 };
 
 inline std::string Describe(const Step& step) {
   return Text(Describe(step.c), " mask ", kMasks[step.mask].text, " total ", step.total, " softcap ", step.softcap,
-              " sink ", step.has_sink, " bias ", step.has_bias, " kernel '", step.kernel, "'");
+              " sink ", step.has_sink, " bias ", step.has_bias, " kernel '", step.kernel, "' precision '",
+              step.precision, "'");
 }
 
 inline std::unique_ptr<Op> MakeOp(const Step& step) {
@@ -81,7 +83,7 @@ inline std::unique_ptr<Op> MakeOp(const Step& step) {
                      {"rotary_interleaved", c.is_interleaved ? 1 : 0},
                      {"sliding_window_cache", c.window}};
   attributes.floats = {{"softcap", step.softcap}, {"qk_norm_epsilon", 1e-5f}};
-  attributes.strings = {{"mask", kMasks[step.mask].text}};
+  attributes.strings = {{"mask", kMasks[step.mask].text}, {"precision", step.precision}};
   std::unique_ptr<Op> op;
   const Status status = CachedAttentionDescription()->create(attributes, &op);
   CHECK(status.ok(), status.message());
@@ -238,6 +240,7 @@ class Node {
   // The caches, then attention over what the device holds: errors of rounding are those of attention alone. Sequences
   // other than `illegal` are checked, that one is NaN. is_last: no run has overwritten the workspace of this one.
   void Check(const std::string& where, int64_t illegal = -1, bool is_last = true) {
+    difference_ = size_ = 0;
     const int64_t staged = c_.window > 0 && c_.S > 1 ? Run::past_rows(c_) + c_.S : 0;
     const int64_t capacity = staged > 0 ? staged : c_.capacity;
     // In the op's order: first_row, is_invalid, rotated queries if any, staging if any, then others.
@@ -267,7 +270,13 @@ class Node {
       }
       CheckSequence(b, first[static_cast<size_t>(b)], key, value, capacity, rotated, output, where);
     }
+    // Operands of 8 bits: docs/design/attention-8bit.md has the bounds of errors.
+    const std::string precision = step_.precision;
+    if (precision.empty()) return;
+    CHECK(error() < (precision == "int8" ? 0.015 : 0.045), where, ": relative RMS ", error());
   }
+  // The relative RMS error of the sequences that were checked last.
+  double error() const { return std::sqrt(difference_ / size_); }
   // No row of the caches of a sequence has changed.
   void CheckUnchanged(const std::string& where, int64_t b) const {
     const int64_t count = c_.G * c_.capacity * c_.D, all = c_.B * count;
@@ -306,7 +315,7 @@ class Node {
   }
 
   void CheckSequence(int64_t b, int64_t first, const Buffer& key, const Buffer& value, int64_t capacity,
-                     const Buffer& rotated, const Buffer& output, const std::string& where) const {
+                     const Buffer& rotated, const Buffer& output, const std::string& where) {
     const int64_t tokens = c_.tokens_of(b), past = c_.past[static_cast<size_t>(b)], origin = past - first;
     Dense dense;
     dense.H = c_.H, dense.G = c_.G, dense.S = tokens, dense.T = first + tokens, dense.D = dense.Dv = c_.D;
@@ -348,6 +357,8 @@ class Node {
           }
           const int64_t row = h * tokens + i;
           const double want = answer.output[static_cast<size_t>(row * c_.D + d)];
+          difference_ += (got - want) * (got - want), size_ += want * want;
+          if (*step_.precision != '\0') continue;
           const double magnitude = answer.magnitude[static_cast<size_t>(row)];
           const double tolerance = Tolerance(c_.dtype, magnitude, dense.T, largest, want) +
                                    CudaTolerance(c_.dtype, magnitude, dense.T, largest);
@@ -360,6 +371,7 @@ class Node {
   Step step_;
   const Case& c_;
   int32_t total_ = 0;
+  double difference_ = 0, size_ = 0;  // sums of squares
 
  public:
   Run run;

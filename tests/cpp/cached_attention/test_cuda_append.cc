@@ -65,6 +65,7 @@ struct CudaRun {
         staging_key(c.dtype, c.B * c.G * staged * c.D),
         staging_value(c.dtype, staging_key.count()),
         is_invalid(static_cast<size_t>(c.B), -77),
+        key_ends(is_invalid),
         before_key(run.present_key),
         before_value(run.present_value) {
     staging_key.Poison(), staging_value.Poison();
@@ -92,6 +93,7 @@ struct CudaRun {
     if (args.rotated_query != nullptr) args.rotated_query = memory.Upload(run.rotated);
     args.first_row = memory.Upload(run.first_row);
     args.is_invalid = memory.Upload(is_invalid);
+    args.key_ends = memory.Upload(key_ends);
     if (staged > 0) {
       args.staging_key = memory.Upload(staging_key), args.staging_value = memory.Upload(staging_value);
       args.staging_capacity = staged;
@@ -104,6 +106,7 @@ struct CudaRun {
     memory.Download(args.present_key, &run.present_key), memory.Download(args.present_value, &run.present_value);
     if (args.rotated_query != nullptr) memory.Download(args.rotated_query, &run.rotated);
     memory.Download(args.first_row, &run.first_row), memory.Download(args.is_invalid, &is_invalid);
+    memory.Download(args.key_ends, &key_ends);
     if (staged > 0) {
       memory.Download(args.staging_key, &staging_key), memory.Download(args.staging_value, &staging_value);
     }
@@ -113,7 +116,7 @@ struct CudaRun {
   Run run;
   int64_t staged;
   Buffer staging_key, staging_value;
-  std::vector<int32_t> is_invalid;
+  std::vector<int32_t> is_invalid, key_ends;
   Buffer before_key, before_value;
 };
 
@@ -168,6 +171,8 @@ void RunCase(const Case& c, uint64_t seed) {
     CHECK(found.run.first_row[static_cast<size_t>(b)] == first, where, " first_row ", b, ": ",
           found.run.first_row[static_cast<size_t>(b)], ", expected ", first);
     CHECK(found.is_invalid[static_cast<size_t>(b)] == 0, where, " is_invalid ", b);
+    CHECK(found.key_ends[static_cast<size_t>(b)] == first + c.tokens_of(b), where, " key_ends ", b, ": ",
+          found.key_ends[static_cast<size_t>(b)], ", expected ", first + c.tokens_of(b));
   }
   if (c.rotary > 0 || c.has_norm) CheckQueries(c, found, where);
   if (found.staged > 0) CheckStaging(c, found, where);

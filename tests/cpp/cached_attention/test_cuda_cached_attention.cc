@@ -199,7 +199,7 @@ TEST(CudaCachedAttentionMarksIllegalLengths) {
 void RunCaptured(Step step, const std::string& name) {
   Case& c = step.c;
   c.is_packed = true;
-  c.B = 2, c.H = 8, c.G = 2, c.rotary = 64, c.free_rows = 128;
+  c.B = 2, c.H = 8, c.G = 2, c.rotary = 64, c.free_rows = c.S + 127;
   c.past = {0, 13};
   step.total = c.window > 0 ? 200 : c.capacity;
   cudaStream_t stream = nullptr;
@@ -241,6 +241,85 @@ TEST(CudaCachedAttentionInACapturedGraph) {
     Step step;
     step.c.D = 64, step.c.dtype = DType::kBF16, step.c.capacity = capacity, step.c.window = 16, step.mask = 1;
     RunCaptured(step, Text("sliding window, capacity ", capacity));
+  }
+}
+
+// Prompts and chunks of them with 8-bit operands, by sequences of different lengths. NaN lies in the rows without a
+// key.
+TEST(CudaCachedAttentionIn8Bits) {
+  uint64_t seed = 0;
+  for (const char* precision : {"int8", "int8_fp8"}) {
+    for (const int64_t D : {64, 128}) {
+      for (const DType dtype : {DType::kF16, DType::kBF16}) {
+        for (const int64_t past : {0, 300, 1500}) {
+          for (const int mask : {0, 2, 3, 10}) {
+            if (!IsSampled(++seed)) continue;
+            Random random(seed);
+            Step step;
+            Case& c = step.c;
+            c.is_packed = true;
+            c.B = 2, c.S = 150, c.D = D, c.dtype = dtype, c.H = 4, c.G = seed % 3 == 0 ? 4 : 2;
+            c.past = {past, past / 3};
+            if (past == 0) c.tokens = {150, random.Range(17, 149)};
+            step.mask = mask, step.has_sink = seed % 4 == 1;
+            step.total = past == 0 ? 150 : past + 150 + (seed % 5 == 0 ? 300 : 0);
+            c.capacity = step.total + (seed % 2 == 0 ? 77 : 0), c.is_shared = true,
+            c.has_past = past > 0 || c.capacity > 150;
+            c.rotary = 32, c.free_rows = c.S + 127;
+            const std::string where = Text("seed ", seed, " ", Describe(step));
+            double errors[2];
+            for (const bool is_reduced : {false, true}) {
+              Step own = step;
+              own.precision = is_reduced ? precision : "";
+              Node node(own, seed);
+              const Status status = node.Queue(nullptr);
+              CHECK(status.ok(), where, ": ", status.message());
+              CHECK_CUDA(cudaDeviceSynchronize());
+              node.CheckCaches(where);
+              node.Check(where);
+              errors[is_reduced ? 1 : 0] = node.error();
+            }
+            // First prompts under masks with key columns may gather these, and stay in full precision.
+            if (past > 0 || mask == 0 || mask == 2) {
+              CHECK(errors[1] > 2 * errors[0], where, ": ", errors[1], " in 8 bits, in full precision ", errors[0]);
+            }
+            CountCases(1);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Steps of few queries, quantized caches and softcap stay in full precision: Check holds the same numbers to its
+// bounds.
+TEST(CudaCachedAttentionIn8BitsLeavesDecodingAlone) {
+  for (const int64_t S : {1, 3, 16}) {
+    Step step;
+    Case& c = step.c;
+    c.is_packed = true;
+    c.B = 2, c.S = S, c.D = 64, c.dtype = DType::kF16, c.past = {300, 40}, c.capacity = 400, c.free_rows = S + 127;
+    step.total = 300 + S;
+    double errors[2];
+    for (const bool is_reduced : {false, true}) {
+      step.precision = is_reduced ? "int8" : "";
+      Node node(step, 77);
+      CHECK(node.Queue(nullptr).ok());
+      CHECK_CUDA(cudaDeviceSynchronize());
+      node.Check(Describe(step));
+      errors[is_reduced ? 1 : 0] = node.error();
+    }
+    CHECK(errors[0] == errors[1], "S ", S, ": ", errors[0], " and ", errors[1]);
+    CountCases(1);
+  }
+}
+
+// One captured graph, whose chunks grow: only lengths on the device say how many tiles are quantized.
+TEST(CudaCachedAttentionIn8BitsInACapturedGraph) {
+  for (const char* precision : {"int8", "int8_fp8"}) {
+    Step step;
+    step.c.S = 40, step.c.D = 128, step.c.dtype = DType::kF16, step.c.capacity = 3000, step.precision = precision;
+    RunCaptured(step, precision);
   }
 }
 

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Problems for the tests of attention with 8-bit operands.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "cuda/attention/int8/layout.h"
@@ -30,7 +33,22 @@ struct Case {
   MaskCase mask = kNoMask;
   Keys keys = Keys::kGaussian;
   bool padding = false, sink = false, lse = true, scheduled = false, half_tiles = false;
+  // Over a KV cache: the keys of each sequence, T at most. Queries are the last ones, or with S = T a first prompt,
+  // which has padding behind its keys. Empty: no cache.
+  std::vector<int64_t> lengths;
+  int64_t rows = 0;  // of the cache, beside lengths
+
+  bool is_first_prompt() const { return !lengths.empty() && S == T; }
+  int64_t keys_of(int64_t b) const { return lengths.empty() ? T : lengths[static_cast<size_t>(b)]; }
+  int64_t position_of(int64_t b, int64_t query) const {
+    return query + (lengths.empty() || is_first_prompt() ? 0 : keys_of(b) - S);
+  }
+  bool is_padding(int64_t b, int64_t query) const { return is_first_prompt() && query >= keys_of(b); }
 };
+// Masks of caches. The text is for pasts of 190 and 70 keys.
+inline constexpr MaskCase kCausalCache = {"k <= q + 190 - 120 * b", kCausal.allows};
+inline constexpr MaskCase kWindowCache = {"k <= q + 190 - 120 * b and q + 190 - 120 * b - k < 90",
+                                          [](int64_t, int64_t q, int64_t k) { return k <= q && q - k < 90; }};
 
 inline double Gaussian(Random* random) {
   double sum = 0;
@@ -55,7 +73,8 @@ inline Dense Draw(const Case& c, int64_t D, bool padded_values, double (*round)(
   }
   for (int64_t i = 0; i < c.B * c.T; ++i) {
     const int64_t b = i / c.T, k = i % c.T;
-    p.exists.push_back(!c.padding || (b == 0 ? k < c.T - 70 : k >= 130) ? 1 : 0);
+    const bool is_padded = c.padding && !(b == 0 ? k < c.T - 70 : k >= 130);
+    p.exists.push_back(!is_padded && k < c.keys_of(b) ? 1 : 0);
     // What padding holds must change nothing.
     for (int64_t at = 0; at < c.G * D && p.exists.back() == 0; ++at) {
       const auto place = static_cast<size_t>(((b * c.G + at / D) * c.T + k) * D + at % D);
@@ -65,12 +84,46 @@ inline Dense Draw(const Case& c, int64_t D, bool padded_values, double (*round)(
   }
   for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
     for (int64_t k = 0; k < c.T; ++k) {
-      const bool allowed = c.mask.allows(row / c.S % c.H, row % c.S, k);
+      const bool allowed = c.mask.allows(row / c.S % c.H, c.position_of(row / c.S / c.H, row % c.S), k);
       p.allowed.push_back(allowed && p.exists[static_cast<size_t>(row / c.S / c.H * c.T + k)] != 0 ? 1 : 0);
     }
   }
+  for (int64_t b = 0; b < c.B; ++b) p.keys.push_back(c.keys_of(b));
   for (int64_t h = 0; h < c.H && c.sink; ++h) p.sink.push_back(round(1.5 + static_cast<double>(h)));
   return p;
+}
+
+// Keys or values as a cache holds them, NaN in the rows behind T.
+inline std::vector<double> InCache(const Case& c, const std::vector<double>& dense, int64_t D) {
+  if (c.rows == 0) return dense;
+  std::vector<double> cache(static_cast<size_t>(c.B * c.G * c.rows * D), std::nan(""));
+  for (int64_t head = 0; head < c.B * c.G; ++head) {
+    const auto from = dense.begin() + static_cast<std::ptrdiff_t>(head * c.T * D);
+    std::copy(from, from + static_cast<std::ptrdiff_t>(c.T * D),
+              cache.begin() + static_cast<std::ptrdiff_t>(head * c.rows * D));
+  }
+  return cache;
+}
+
+// Numbers of padded queries mean nothing, but are finite: zeros in each result from here on.
+inline void DropPadding(const Case& c, int64_t D, const std::string& where, Result* found, Result* wanted,
+                        Result* exact) {
+  for (int64_t row = 0; row < c.B * c.H * c.S; ++row) {
+    if (!c.is_padding(row / c.S / c.H, row % c.S)) continue;
+    const auto at = static_cast<size_t>(row);
+    for (size_t i = at * static_cast<size_t>(D); i < (at + 1) * static_cast<size_t>(D); ++i) {
+      CHECK(std::isfinite(found->output[i]), where, ": padded row ", row, " is ", found->output[i]);
+      found->output[i] = wanted->output[i] = exact->output[i] = 0;
+    }
+    found->lse[at] = wanted->lse[at] = exact->lse[at] = 0;
+  }
+}
+
+// Has the kernels that quantize read the keys of a cache. ends: [B], the memory of their numbers.
+inline void BindCache(const Case& c, std::vector<int32_t>* ends, cuda::Int8Params* params) {
+  if (c.lengths.empty()) return;
+  ends->assign(c.lengths.begin(), c.lengths.end());
+  params->key_ends = ends->data(), params->skips_tiles = !c.is_first_prompt();
 }
 
 // Which keys exist, as bits [B, words of a batch]: what AttentionParams::pad_bits is.

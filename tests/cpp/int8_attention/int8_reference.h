@@ -21,6 +21,7 @@ struct Dense {
   std::vector<double> query, key, value;  // [B, H or G, S or T, D]
   std::vector<uint8_t> allowed, exists;   // [B, H, S, T]: by mask and padding; [B, T]: not padding
   std::vector<double> sink;               // [H], or none
+  std::vector<int64_t> keys;              // [B]: of each sequence, T at most; later rows hold none
   const double* Row(const std::vector<double>& of, int64_t head, int64_t rows, int64_t row) const {
     return &of[static_cast<size_t>((head * rows + row) * D)];
   }
@@ -81,9 +82,10 @@ inline Quantized Quantize(const Dense& p, bool fp8) {
     const auto exists = [&](int64_t k) { return p.exists[static_cast<size_t>(bg / p.G * p.T + k)] != 0; };
     std::vector<double> mean(static_cast<size_t>(p.D));
     double keys = 0;
-    const int64_t summed = std::min(p.T, kMeanKeys);  // spread over all keys
+    const int64_t all = p.keys[static_cast<size_t>(bg / p.G)];
+    const int64_t summed = std::min(all, kMeanKeys);  // spread over all keys
     for (int64_t i = 0; i < summed; ++i) {
-      const int64_t k = i * p.T / summed;
+      const int64_t k = i * all / summed;
       if (!exists(k)) continue;
       ++keys;
       for (int64_t d = 0; d < p.D; ++d) mean[static_cast<size_t>(d)] += p.Row(p.key, bg, p.T, k)[d];

@@ -35,14 +35,21 @@ class Device {
 
  public:
   Device(const Case& c, const Dense& p)
-      : c_(c), p_(p), query_(Bits(p.query)), key_(Bits(p.key)), value_(Bits(p.value)), sink_(Bits(p.sink)) {
+      : c_(c),
+        p_(p),
+        query_(Bits(p.query)),
+        key_(Bits(InCache(c, p.key, kD))),
+        value_(Bits(kFp8 ? InCache(c, p.value, kD) : p.value)),  // TMA of the emulation reads dense tensors
+        sink_(Bits(p.sink)) {
     output_.assign(query_.size(), 0xffff), lse_.assign(static_cast<size_t>(c.B * c.H * c.S), 77.0f);
     auto& a = params_.attention;
     const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
     a.B = narrow(c.B), a.H = narrow(c.H), a.G = narrow(c.G), a.S = narrow(c.S), a.T = narrow(c.T);
     a.D = a.Dv = narrow(kD);
     a.query = query_.data(), a.query_stride = a.output_stride = {c.H * c.S * kD, c.S * kD, kD};
-    a.key = key_.data(), a.key_stride = a.value_stride = {c.G * c.T * kD, c.T * kD, kD};
+    const auto dense = [&c](int64_t rows) { return Strides{c.G * rows * kD, rows * kD, kD}; };
+    a.key = key_.data(), a.key_stride = dense(c.rows > 0 ? c.rows : c.T);
+    a.value_stride = kFp8 ? a.key_stride : dense(c.T);
     a.value = value_.data(), a.output = output_.data(), a.scale = static_cast<float>(p.scale);
     if (c.lse) a.lse = lse_.data(), a.lse_stride_b = c.H * c.S, a.lse_stride_h = c.S;
     if (c.sink) a.sink = sink_.data();
@@ -155,6 +162,7 @@ class Device {
     shape.B = c_.B, shape.H = c_.H, shape.G = c_.G, shape.S = c_.S, shape.T = c_.T, shape.D = shape.Dv = kD;
     memory_ = OperandMemory(shape, kFp8);
     int8_ = cuda::DescribeOperands(a, shape, kFp8, reinterpret_cast<char*>(memory_.data()));
+    BindCache(c_, &ends_, &int8_);
     params_.query_scales = int8_.query_scales, params_.query_shifts = int8_.query_shifts;
     params_.tile_scales = int8_.tile_scales;
     constexpr int kSpan = kD;
@@ -170,7 +178,7 @@ class Device {
   std::vector<uint16_t> query_, key_, value_, sink_, output_;
   std::vector<float> lse_;
   std::vector<uint32_t> pad_bits_, fragments_;
-  std::vector<int32_t> order_;
+  std::vector<int32_t> order_, ends_;
   std::vector<uint4> memory_;
   BlockMask mask_;
   cuda::TileList list_;
@@ -188,9 +196,10 @@ void CheckCase(const Case& c, uint64_t seed) {
   const Dense p = Draw(c, kD, kFp8, ToBf16, &random);
   Device<kD, kOperands> device(c, p);
   device.Run();
-  const Result found = device.result();
-  const Result wanted = AttendQuantized(p, kFp8, device.Orders(), kFp8 ? RoundToFloat8 : ToBf16);
-  const Result exact = Attend(p);
+  Result found = device.result();
+  Result wanted = AttendQuantized(p, kFp8, device.Orders(), kFp8 ? RoundToFloat8 : ToBf16);
+  Result exact = Attend(p);
+  DropPadding(c, kD, where, &found, &wanted, &exact);
   // Beside the rounding of bf16 outputs, a number may fall to the other side of a rounding here and there.
   const double own = RelativeRms(found.output, wanted.output), whole = RelativeRms(found.output, exact.output);
   CHECK(own < 0.004, where, ": ", own, " from the definition");
@@ -241,6 +250,49 @@ TEST(Int8AttentionEqualsItsDefinition) {
   c = Case();
   c.mask = kEmptyRows, c.T = c.S = 300, c.keys = Keys::kSink, c.H = 1;
   CheckCase<64, Operands::kInt8>(c, 14);
+}
+
+// Behind pasts of different lengths, in a cache with more rows than total_sequence_length, which itself is more than
+// any sequence has: rows without a key hold NaN, and tiles without one are neither written nor read.
+template <Operands kOperands>
+void CheckCaches(uint64_t seed) {
+  Case c;
+  c.B = 2, c.H = 4, c.G = 2, c.S = 100, c.T = 500, c.rows = 520, c.lengths = {290, 170}, c.lse = false;
+  c.mask = kCausalCache;
+  CheckCase<128, kOperands>(c, seed);
+  c.mask = kWindowCache, c.keys = Keys::kOffset, c.sink = true, c.T = 290;
+  CheckCase<64, kOperands>(c, seed + 1);
+  // A first prompt, whose padding attends tiles of padding.
+  c.mask = kCausal, c.keys = Keys::kSink, c.S = c.T = 300, c.rows = 301, c.lengths = {300, 70}, c.scheduled = true;
+  c.H = 2, c.lse = true;
+  CheckCase<128, kOperands>(c, seed + 2);
+}
+TEST(Int8AttentionOverCachesEqualsItsDefinition) { CheckCaches<Operands::kInt8>(31); }
+TEST(Fp8AttentionOverCachesEqualsItsDefinition) { CheckCaches<Operands::kInt8Fp8>(41); }
+
+// More keys than the mean is of, and fewer than rows.
+TEST(Fp8AttentionOverLongCachesEqualsItsDefinition) {
+  Case c;
+  c.S = 40, c.T = 1700, c.rows = 1701, c.lengths = {1500}, c.H = 1, c.keys = Keys::kOffset, c.lse = false;
+  c.mask = {"k <= q + 1460", kCausal.allows};
+  CheckCase<64, Operands::kInt8Fp8>(c, 51);
+}
+
+// A number of keys from the device may be any: reads stay in bounds, and what is written is finite.
+TEST(Int8QuantizationOfIllegalLengths) {
+  for (const int64_t length : {int64_t{-5}, int64_t{0}, int64_t{1000}}) {
+    Case c;
+    c.S = 70, c.T = 200, c.H = 1, c.lse = false;
+    Random random(61);
+    const Dense p = Draw(c, 64, false, ToBf16, &random);
+    c.lengths = {length}, c.S = c.T = 200;  // a first prompt: all tiles are written
+    Dense longer = p;
+    longer.S = 200, longer.query.resize(static_cast<size_t>(200 * 64));
+    Device<64, Operands::kInt8Fp8> device(c, longer);
+    device.Run();
+    for (const double x : device.result().output) CHECK(std::isfinite(x), "length ", length, ": ", x);
+    CountCases(1);
+  }
 }
 
 // Memory is reserved for problems alone that kernels with 8-bit operands compute, and for all head sizes up to a bound.

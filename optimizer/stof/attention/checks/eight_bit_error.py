@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from onnx import helper
@@ -47,6 +48,39 @@ class EightBitErrors:
         return {name: x for name, x in rms.items() if np.isfinite(x)}
 
 
+class ErrorSums:
+    """Sums over query rows of heads, in each precision beside fp64.
+
+    Args:
+        precisions: those to measure.
+        kind: the type of the site.
+    """
+
+    def __init__(self, precisions: Sequence[EightBits], kind: np.dtype[Any]) -> None:
+        schemes = {p.name: Scheme() if p.has_fp8 else replace(SCORES_ALONE, weight_type=kind) for p in precisions}
+        self.squares, self.wanted = dict.fromkeys(schemes, 0.0), 0.0
+        self._schemes = {**schemes, "": FULL_PRECISION}
+        self._made: dict[str, KeyValueHead] = {}
+        self._kind = kind
+
+    def take_keys(self, key: np.ndarray, value: np.ndarray, real: np.ndarray | None) -> None:
+        """Quantizes keys [T, D] and values of the heads to come. real: which keys are not padding; None: all."""
+        k, v = (x.astype(np.float64) for x in (key, value))
+        self._made = {name: KeyValueHead.of(k, v, scheme, real) for name, scheme in self._schemes.items()}
+
+    def add(self, query: np.ndarray, scale: float | None, allowed: np.ndarray | None, sink: float | None) -> None:
+        """Adds the rows of a query [S, D], without fully masked ones. allowed: bool [S, T]; None: every pair."""
+        if allowed is not None:
+            some = allowed.any(1)
+            query, allowed = query[some], allowed[some]
+        q = query.astype(np.float64)
+        outputs = {name: head.attend(q, scale, allowed, sink) for name, head in self._made.items()}
+        exact = outputs.pop("")
+        for name, output in outputs.items():
+            self.squares[name] += float(np.square(output.astype(self._kind).astype(np.float64) - exact).sum())
+        self.wanted += float(np.square(exact).sum())
+
+
 def measure_eight_bits(
     rewrite: Rewrite, arrays: Mapping[str, np.ndarray], precisions: Sequence[EightBits]
 ) -> EightBitErrors:
@@ -59,37 +93,25 @@ def measure_eight_bits(
     """
     site, query, key, value = read_heads(rewrite.site, arrays)
     sizes = batch, heads, queries, keys = scores_shape(site, arrays)
-    kept_heads, kept_rows = _choose(batch * heads, queries, keys)
+    kept_heads, kept_rows = choose_rows(batch * heads, queries, keys)
     real = _real_keys(rewrite, arrays)
     kind = query.dtype if query.dtype.itemsize == 2 else np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype))
-    schemes = {p.name: Scheme() if p.has_fp8 else replace(SCORES_ALONE, weight_type=kind) for p in precisions}
-    squares, wanted, rows = dict.fromkeys(schemes, 0.0), 0.0, 0
+    sums, rows = ErrorSums(precisions, kind), 0
     sink = _sinks(site, arrays)
-    made: dict[str, KeyValueHead] = {}
     last = (-1, -1)
     for b, h in (divmod(int(i), heads) for i in kept_heads):
         shared = h // (heads // site.kv_num_heads)
         if last != (b, shared):
-            k, v = (x[b, shared].astype(np.float64) for x in (key, value))
-            counted = None if real is None else real[b % len(real)]
-            made = {name: KeyValueHead.of(k, v, scheme, counted) for name, scheme in schemes.items()}
-            made[""] = KeyValueHead.of(k, v, FULL_PRECISION, counted)
+            sums.take_keys(key[b, shared], value[b, shared], None if real is None else real[b % len(real)])
             last = (b, shared)
         allowed = _allowed(site, arrays, sizes, (b, h, kept_rows))
-        some = kept_rows if allowed is None else kept_rows[allowed.any(1)]
-        allowed = None if allowed is None else allowed[allowed.any(1)]
-        q = query[b, h, some].astype(np.float64)
-        outputs = {n: x.attend(q, site.scale, allowed, None if sink is None else sink[h]) for n, x in made.items()}
-        exact = outputs.pop("")
-        for name, output in outputs.items():
-            squares[name] += float(np.square(output.astype(kind).astype(np.float64) - exact).sum())
-        wanted += float(np.square(exact).sum())
+        sums.add(query[b, h, kept_rows], site.scale, allowed, None if sink is None else sink[h])
         rows += len(kept_rows)
     shape = (batch, heads, site.kv_num_heads, queries, keys, query.shape[3])
-    return EightBitErrors(squares, wanted, rows, batch * heads * queries, shape)
+    return EightBitErrors(sums.squares, sums.wanted, rows, batch * heads * queries, shape)
 
 
-def _choose(heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+def choose_rows(heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices of heads of all batches, and of query rows, in ascending order: drawn, the same in every run."""
     rng = np.random.default_rng([heads, queries, keys])
     rows = min(queries, max(_MOST_SCORES // max(1, heads * keys), _LEAST_ROWS))

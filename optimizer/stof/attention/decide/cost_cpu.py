@@ -7,7 +7,10 @@ measurements that the constants come from. Only ratios are used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from stof.attention.decide import quantized
 from stof.attention.describe.site_problem import SiteProblem
@@ -52,14 +55,22 @@ def tile_density(problem: SiteProblem, length: int, tile: tuple[int, int] = _TIL
         return 1.0
     # A cache is empty before a prompt of S = T tokens and full after it: ``lengths`` may mean either.
     counts = (0, length) if "lengths" in problem.mask.reads else (0,)
-    densities = [_tile_density(problem, problem.mask.with_lengths(n), length, tile) for n in counts]
+    masks = [problem.mask.with_lengths(n) for n in counts]
+    densities = [mask_tile_density(mask, problem.table_arrays, problem.num_heads, length, tile) for mask in masks]
     return min((density for density in densities if density > 0), default=1.0)
 
 
-def _tile_density(problem: SiteProblem, mask: MaskExpression, length: int, tile: tuple[int, int]) -> float:
+def mask_tile_density(
+    mask: MaskExpression,
+    tables: Mapping[str, np.ndarray],
+    heads: int,
+    length: int,
+    tile: tuple[int, int],
+    first: int = 0,
+) -> float:
+    """The share of tiles that a mask of static conjuncts leaves of the query rows from ``first`` on, at S = T = ``length``."""
     try:
-        parsed = Mask(mask.text, problem.table_arrays)
-        return parsed.block_mask(1, problem.num_heads, length, length, *tile).tile_density(length)
+        return Mask(mask.text, tables).block_mask(1, heads, length, length, *tile).tile_density(length, first)
     except LibraryError:  # tables of fixed size do not stretch to every length: nothing is known there
         return 1.0
 

@@ -92,6 +92,27 @@ class CacheStep(AttentionStep):
 
 
 @dataclass(frozen=True)
+class AttendedSequence:
+    """The queries of one sequence, rotated, and the keys and values that they attend.
+
+    Attributes:
+        query: [H, S, D], padding among them.
+        keys: [G, keys, D], new ones behind those of the cache; none of padding.
+        values: likewise.
+        first: the position of the first query.
+        origin: the position of the first key.
+        tokens: the queries that are no padding.
+    """
+
+    query: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    first: int
+    origin: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class CacheStepResult:
     """Output [B, S, H·D], and the caches [B, G, capacity, D], in which undefined rows are NaN, 0 in quantized ones."""
 
@@ -115,11 +136,24 @@ def compute_step(
         held: quantized caches after the step, whose rows are attended in place of those that are computed here. A number
             between two steps of a quantizer is rounded either way, and the output depends on it.
     """
+    sequences, caches = append_to_cache(step, dtype, storage, held)
+    output = np.stack([_attend(step, b, sequence, dtype) for b, sequence in enumerate(sequences)])
+    merged = output.transpose(0, 2, 1, 3).reshape(*step.query.shape[:2], -1)
+    return CacheStepResult(merged if storage is None else merged.astype(storage).astype(dtype), *caches)
+
+
+def append_to_cache(
+    step: CacheStep,
+    dtype: type[np.floating[Any]] = np.float64,
+    storage: np.dtype | None = None,
+    held: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[list[AttendedSequence], tuple[np.ndarray, np.ndarray]]:
+    """What each sequence of a step attends, and the caches behind it. The arguments are those of ``compute_step``."""
 
     def store(array: np.ndarray) -> np.ndarray:
         return array if storage is None else array.astype(storage).astype(dtype)
 
-    heads, groups = step.num_heads, step.kv_num_heads
+    groups = step.kv_num_heads
     query, key, value = (x.astype(dtype) for x in _split_heads(step))
     batch, _, queries, size = query.shape
     before = step.before
@@ -133,7 +167,7 @@ def compute_step(
         positions = counted if step.position_ids is None else step.position_ids
         query, key = (_rotate(x, step, positions, dtype) for x in (query, key))
     query, key = store(query), store(key)
-    output = np.zeros((batch, heads, queries, size), dtype)
+    sequences = []
     caches = [_empty_cache(step, (batch, groups, step.capacity, size), dtype) for _ in range(2)]
     rows_before = step.count_held(before)
     for b in range(batch):
@@ -157,33 +191,13 @@ def compute_step(
             old = np.zeros((groups, 0, size), dtype) if past is None else past[b, :, :rows].astype(dtype)
             whole.append(np.concatenate([old, added], axis=1))
             caches[i][b, :, :end] = whole[i][:, whole[i].shape[1] - end :]
-        output[b] = _attend(step, b, query[b], whole[0], whole[1], first, first - rows, dtype)
-    merged = store(output.transpose(0, 2, 1, 3).reshape(batch, queries, heads * size))
-    return CacheStepResult(merged, caches[0], caches[1])
+        sequences.append(AttendedSequence(query[b], whole[0], whole[1], first, first - rows, new))
+    return sequences, (caches[0], caches[1])
 
 
-def _attend(
-    step: CacheStep,
-    b: int,
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    first: int,
-    origin: int,
-    dtype: type[np.floating[Any]],
-) -> np.ndarray:
-    """The output [H, S, D] of one sequence.
-
-    Args:
-        step: the inputs.
-        b: the sequence.
-        query: its queries [H, S, D].
-        keys: those that they attend, [G, keys, D], new ones behind those of the cache.
-        values: likewise.
-        first: the position of the first query.
-        origin: the position of the first key.
-        dtype: what is computed in.
-    """
+def _attend(step: CacheStep, b: int, sequence: AttendedSequence, dtype: type[np.floating[Any]]) -> np.ndarray:
+    """The output [H, S, D] of a sequence, whose index is given."""
+    query, keys, values, origin = sequence.query, sequence.keys, sequence.values, sequence.origin
     heads, queries, size = query.shape
     # Heads of one group lie beside each other.
     grouped = query.reshape(len(keys), -1, size)
@@ -197,14 +211,8 @@ def _attend(
     if step.bias is not None:
         bias = step.bias[b if len(step.bias) > 1 else 0].astype(dtype)
         scores = scores + bias[:, :, origin : origin + keys.shape[1]]
-    rows, columns = first + np.arange(queries), origin + np.arange(keys.shape[1])
-    distance = rows[:, None] - columns[None]
-    allowed = (distance >= 0) & ((distance < step.window) if step.window else True)
-    pairs = allowed[None] & _find_allowed_blocks(step, rows, columns)
-    if step.pattern is not None:
-        run = {"past": first, "count": queries}
-        pairs = pairs & np.stack([allowed_pairs(step.pattern, h, rows, columns, **run) for h in range(heads)])
-    scores = np.where(pairs, scores, -np.inf)
+    pairs = [find_allowed(step, sequence, h, np.arange(queries)) for h in range(heads)]
+    scores = np.where(np.stack(pairs), scores, -np.inf)
     weights = _weights(scores, step, dtype).reshape(len(keys), -1, keys.shape[1])
     attended: np.ndarray = (np.matmul(weights, narrow(values / value_scale)) * value_scale).reshape(
         heads, queries, size
@@ -226,12 +234,25 @@ def _empty_cache(step: CacheStep, shape: tuple[int, ...], dtype: type[np.floatin
     return np.full(shape, np.nan, dtype)
 
 
-def _find_allowed_blocks(step: CacheStep, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which pairs of positions [H, rows, keys] lie in blocks that are attended."""
-    if step.layout is None:
-        return np.ones((1, 1, 1), bool)
-    layouts = step.layout[np.arange(step.num_heads) % len(step.layout)]
-    return np.asarray(layouts[:, (rows // step.block_size)[:, None], (keys // step.block_size)[None]])
+def find_allowed(step: CacheStep, sequence: AttendedSequence, h: int, queries: np.ndarray) -> np.ndarray:
+    """Which keys some queries of a head attend, bool [queries, keys].
+
+    Args:
+        step: the inputs.
+        sequence: of that step.
+        h: the head.
+        queries: the indices of its queries.
+    """
+    rows, columns = sequence.first + queries, sequence.origin + np.arange(sequence.keys.shape[1])
+    distance = rows[:, None] - columns[None]
+    pairs = (distance >= 0) & ((distance < step.window) if step.window else True)
+    if step.layout is not None:
+        blocks = step.layout[h % len(step.layout)]
+        pairs = pairs & blocks[(rows // step.block_size)[:, None], (columns // step.block_size)[None]]
+    if step.pattern is not None:
+        run = {"past": sequence.first, "count": sequence.query.shape[1]}
+        pairs = pairs & allowed_pairs(step.pattern, h, rows, columns, **run)
+    return np.asarray(pairs)
 
 
 def _weights(scores: np.ndarray, step: CacheStep, dtype: type[np.floating[Any]]) -> np.ndarray:

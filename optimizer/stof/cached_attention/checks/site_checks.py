@@ -8,14 +8,15 @@ is what the node means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx
 from onnx import helper
 
-from stof.arguments.precisions import precision_of
+from stof.arguments.precisions import EightBits, precision_of
+from stof.attention.checks.eight_bit_error import EightBitErrors
 from stof.cached_attention.checks.attention_step import attention_of_site
 from stof.cached_attention.checks.contract_comparison import (
     NarrowResult,
@@ -24,6 +25,7 @@ from stof.cached_attention.checks.contract_comparison import (
     make_failure,
     worst_of,
 )
+from stof.cached_attention.checks.eight_bit_error import measure_eight_bits_of_step
 from stof.cached_attention.checks.emitted_sites import find_emitted_sites, in_type, rounding_of_output, size_or_one
 from stof.cached_attention.checks.expand_norms import expand_norms
 from stof.cached_attention.checks.mask_tables import fault_of_tables
@@ -149,6 +151,29 @@ class CacheChecks(SiteChecks):
             elif (step := _read_captured_step(site, emitted_site.node, emitted_site.values)) is not None:
                 output, *caches = (captured.get(o) for o in site.node.output[:3])
                 yield compare_cache_site(site, emitted_site.attributes, step, output, caches)
+
+    def measure_eight_bits(
+        self,
+        emitted: onnx.ModelProto,
+        captured: Mapping[str, np.ndarray],
+        precisions: Sequence[EightBits],
+        names: Collection[str],
+    ) -> Iterator[tuple[CacheSite, EightBitErrors]]:
+        """The errors of some sites with 8-bit operands, by a model of the kernels.
+
+        Args:
+            emitted: the model with the nodes.
+            captured: values of :meth:`tensors` and of the model's inputs.
+            precisions: those to measure.
+            names: of the sites; their caches are not quantized.
+        """
+        for emitted_site in find_emitted_sites(emitted, self.cache_sites, captured):
+            site = emitted_site.site
+            if site.name not in names:
+                continue
+            if (step := _read_captured_step(site, emitted_site.node, emitted_site.values)) is not None:
+                typed = in_type(step, np.dtype(helper.tensor_dtype_to_np_dtype(site.dtype)))
+                yield site, measure_eight_bits_of_step(typed, precisions)
 
 
 def _read_captured_step(site: CacheSite, node: onnx.NodeProto, values: Mapping[str, np.ndarray]) -> CacheStep | None:

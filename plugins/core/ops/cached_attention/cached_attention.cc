@@ -199,6 +199,8 @@ AttentionArgs CachedAttentionOp::AttentionOf(const Step& step, int64_t keys) con
   if (IsQuantized(CacheType(a))) {
     args.shape.kv_dtype = a.cache_dtype;
     args.kv.key_scale = a.key_scale, args.kv.value_scale = a.value_scale;
+  } else {  // quantized caches become 16-bit numbers where many queries read them, in full precision
+    args.precision = attributes_.precision;
   }
   args.query = {a.query, a.query_stride};
   if (a.transform.given()) args.query = {a.rotated_query, {a.H * a.S * a.D, a.S * a.D, a.D}};
@@ -390,6 +392,11 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   const bool has_window = args.mask.fixed.window() != nullptr;
   if (has_window && is_in_place && a.sliding_window == 0 && !a.is_first_prompt) args.kv.seqlens = a.seqlens;
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
+  if (args.precision != AttentionPrecision::kFull && !IsLimitedToKeyRange(args)) {
+    void* memory = nullptr;
+    STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(a.B * 4), &memory));
+    args.kv.key_ends = a.key_ends = static_cast<int32_t*>(memory);
+  }
   a.most_keys = step->total;
   if (!IsLimitedToKeyRange(args)) a.clear_end = args.shape.T;
   if (ChoosesPages(args) && a.page_bounds.past_pages > 0 && a.page_bounds.past == a.page_bounds.present) {
@@ -427,7 +434,8 @@ const OpDescription* CachedAttentionDescription() {
       {"qk_norm_epsilon", AttributeType::kFloat}, {"sliding_window_cache", AttributeType::kInt},
       {"kernel", AttributeType::kString},         {"skip_threshold", AttributeType::kFloat},
       {"chosen_pages", AttributeType::kInt},      {"page_rows", AttributeType::kInt},
-      {"block_threshold", AttributeType::kFloat}, {"allow_bf16", AttributeType::kInt}};
+      {"block_threshold", AttributeType::kFloat}, {"allow_bf16", AttributeType::kInt},
+      {"precision", AttributeType::kString}};
   static constexpr OpDescription description = [] {
     OpDescription d;
     d.name = "StofCachedAttention";

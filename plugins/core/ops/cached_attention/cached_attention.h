@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "plugins/core/contract/attention_args.h"
 #include "plugins/core/contract/cached_attention.h"
 #include "plugins/core/contract/op.h"
 
@@ -50,6 +51,7 @@ struct CachedAttentionAttributes {
   float skip_threshold = 0.0f;
   float block_threshold = 0.0f;
   bool allow_bf16 = false;
+  AttentionPrecision precision = AttentionPrecision::kFull;
   int64_t num_heads = 0;
   int64_t kv_num_heads = 0;
   bool do_rotary = false;

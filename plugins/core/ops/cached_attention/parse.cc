@@ -23,6 +23,7 @@ Status ParseCachedAttention(const AttributeReader& attributes, CachedAttentionAt
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "do_rotary", &a.do_rotary));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "rotary_interleaved", &a.is_interleaved));
   STOF_RETURN_IF_ERROR(ParseFlag(attributes, "allow_bf16", &a.allow_bf16));
+  STOF_RETURN_IF_ERROR(ParsePrecision(attributes, &a.precision));
   STOF_RETURN_IF_ERROR(ParseSkipThreshold(attributes, &a.skip_threshold));
   STOF_RETURN_IF_ERROR(ParseBlockThreshold(attributes, &a.block_threshold));
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
