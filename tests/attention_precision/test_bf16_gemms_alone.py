@@ -208,3 +208,33 @@ def test_matmuls_in_subgraphs_have_a_reason(tmp_path: Path) -> None:
     for sign in (1, -1):
         wanted = compute(model, sign * x, library=False)
         assert np.abs(compute(target, sign * x) - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+@REAL
+def test_prompts_measure_a_language_model_of_linear_layers(tmp_path: Path) -> None:
+    """The KL divergence of next tokens, its gate, and the page of the report."""
+    g = LayerGraph()
+    embedded = g.add("Gather", [g.weight(256, HIDDEN), "input_ids"])
+    hidden = g.add("Add", [g.linear(g.add("Gelu", [g.linear(embedded, HIDDEN, 512)]), 512, HIDDEN), embedded])
+    g.nodes.append(helper.make_node("MatMul", [hidden, g.weight(HIDDEN, 256)], ["logits"], name="head"))
+    shape = ["batch", "sequence"]
+    graph = helper.make_graph(
+        g.nodes,
+        "lm",
+        [helper.make_tensor_value_info("input_ids", TensorProto.INT64, shape)],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [*shape, 256])],
+        g.weights,
+    )
+    model, prompts, page = tmp_path / "model.onnx", tmp_path / "prompts.npy", tmp_path / "page.html"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), model)
+    np.save(prompts, np.random.default_rng(1).integers(0, 256, (2, 60)))
+    given = ["--allow-bf16", "--prompts", str(prompts)]
+    status, target, report = run(tmp_path, model, *given, "--report", str(page))
+    assert status == 0
+    assert len(gemms_of(target)) == 3
+    assert 1e-10 < report["attention_precision"]["loss"]["kl"] < 1e-4
+    text = page.read_text()
+    assert f"Written: {target}" in text
+    assert "Nothing to do" not in text
+    assert run(tmp_path, model, *given, "--max-kl", "1e-12")[0] == 2
+    assert not target.exists()
