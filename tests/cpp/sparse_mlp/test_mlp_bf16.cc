@@ -72,7 +72,7 @@ TEST(SparseMlpRoundedWeights) {
       std::vector<uint16_t> rounded[3];
       for (int w = 0; w < 3; ++w) {
         rounded[w] = RoundWeight(weights[w]);
-        std::memset(weights[w]->bytes.data(), 0xff, weights[w]->bytes.size());
+        std::memset(weights[w]->data(), 0xff, weights[w]->bytes.size());
       }
       SparseMlpArgs args = problem.Args(nullptr);
       SparseMlpWeight* const read[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
