@@ -135,7 +135,7 @@ def verify_rewritten(
     report.seconds["verify"] = outcome.verification.seconds
     if outcome.failure:
         raise VerifyError(
-            f"verification failed: {outcome.failure}. Nothing was written; --products off leaves all matmuls"
+            f"verification failed: {outcome.failure}. Nothing was written; --products off leaves all matmuls as they are"
         )
 
 

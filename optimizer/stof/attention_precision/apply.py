@@ -15,7 +15,7 @@ from stof.attention_precision.errors import measure_errors
 from stof.attention_precision.layers import check_library, find_precision_rows, put_precision
 from stof.attention_precision.measured import draw_sets, longest_sets
 from stof.attention_precision.mlp_errors import measure_mlp_errors
-from stof.attention_precision.mlp_nodes import find_mlp_rows, put_mlp_precision
+from stof.attention_precision.mlp_nodes import put_mlp_precision, report_mlps
 from stof.errors import ArgumentError, UnsupportedError, VerifyError
 from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
@@ -94,7 +94,7 @@ def _report_gemms(gemms: FoundGemms | None, job: Job, precision: Precision) -> G
 
 def _report_mlps(job: Job, model: onnx.ModelProto, facts: Symbolic, precision: Precision) -> MlpPrecisionReport:
     names = _planned(None if job.plan is None else job.plan.mlp_precision, precision)
-    return find_mlp_rows(model, facts, precision, names)
+    return report_mlps(model, facts, precision, names)
 
 
 def apply_precision(

@@ -13,7 +13,7 @@ from stof.errors import ArgumentError
 from stof.graph.index import DOMAIN
 from stof.graph.node_fields import plain_attributes_of
 from stof.graph.protobuf import copy_model
-from stof.runtime.library import EARLIER, build_info
+from stof.runtime.library import EARLIER
 from stof.runtime.limits import takes_attribute
 from stof.sparse_mlp.site import INPUT_INDEX, OP
 from stof.sparsify.mlp_precision_report import MlpPrecisionReport, MlpPrecisionRow
@@ -22,7 +22,7 @@ from stof.symbolic import Symbolic
 METADATA = "stof_mlp_precision"
 
 
-def find_mlp_rows(
+def report_mlps(
     model: onnx.ModelProto, facts: Symbolic, precision: Precision, planned: Collection[str] | None
 ) -> MlpPrecisionReport:
     """The sparse MLPs of an optimized model's main graph, before their errors are measured.
@@ -31,7 +31,7 @@ def find_mlp_rows(
         model: with the operators.
         facts: of it.
         precision: that is allowed.
-        planned: names of those of which a plan says so; None: all that read fp32 weights.
+        planned: names of those whose weights a plan rounds; None: all that read fp32 weights.
 
     Raises:
         ArgumentError: for a plan of another model.
@@ -48,7 +48,7 @@ def find_mlp_rows(
         raise ArgumentError(
             f"the plan rounds the weights of {unknown[0]!r} to {precision.name}, and the optimized model has no such sparse MLP"
         )
-    return MlpPrecisionReport(str(build_info()["cpu_isa"]) if rows else "", rows)
+    return MlpPrecisionReport(rows)
 
 
 def sparse_mlps_of(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of sparse MLPs whose weights are rounded: which, on what kernel, and their errors."""
+"""What the report says of sparse MLPs whose weights are rounded: which, and their errors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ class MlpPrecisionReport:
     """The sparse MLPs of a model.
 
     Attributes:
-        kernel: the instruction set that reads the rounded weights on this machine; empty: there is no sparse MLP.
         rows: one for each.
         measured_on: the tokens and sets that errors were measured on; empty where they were not.
     """
 
-    kernel: str = ""
     rows: list[MlpPrecisionRow] = field(default_factory=list)
     measured_on: str = ""
 
@@ -64,11 +62,11 @@ class MlpPrecisionReport:
             size = f" of {neurons} neurons" if neurons else ""
             errors = [row.relative_rms for row in rows if row.relative_rms is not None]
             error = f"; relative RMS error up to {max(errors):.2g}" if errors else ""
-            lines.append(f"  {precision} weights in {count}{size}: kernel {self.kernel}{error}")
+            lines.append(f"  {precision} weights in {count}{size}{error}")
         if self.measured_on:
             lines.append(f"errors of sparse MLPs: relative RMS against fp64, on {self.measured_on}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
         """Every fact by its key."""
-        return {"kernel": self.kernel, "rows": [row.to_json() for row in self.rows], "measured_on": self.measured_on}
+        return {"rows": [row.to_json() for row in self.rows], "measured_on": self.measured_on}

@@ -73,12 +73,13 @@ class PrecisionReport(ReducedPrecisionReport):
         counts = [f"{len(self.reduced)} of {len(self.rows)} attentions"] if self.reduced else []
         if self.gemms.reduced:
             counts.append(f"{len(self.gemms.reduced)} of {len(self.gemms.rows)} GEMMs")
-        if self.mlps.reduced:
-            counts.append(f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs")
-        if not counts:
+        name = self.precision.name
+        effects = [f"{' and '.join(counts)} compute matmuls in {name}"] if counts else []
+        if self.mlps.reduced:  # their matmuls stay in fp32
+            effects.append(f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs read weights rounded to {name}")
+        if not effects:
             return f"{self.precision.option} changes nothing"
-        count = " and ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts)
-        return f"OUTPUTS CHANGE: {self.precision.option} lets {count} compute matmuls in {self.precision.name}"
+        return f"OUTPUTS CHANGE: {self.precision.option} lets {', and '.join(effects)}"
 
     def lines(self) -> list[str]:
         """A line for each kind of row, the error where it is the largest, and the loss."""
