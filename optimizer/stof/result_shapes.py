@@ -17,14 +17,13 @@ from onnx import AttributeProto, TensorProto, helper
 
 from stof.graph.index import DOMAIN, all_nodes, node_tensors, opset_of, subgraphs
 from stof.graph.names import FreshNames
-from stof.graph.node_builder import Builder
+from stof.graph.node_builder import CAST_LIKE_OPSET, Builder
 from stof.graph.protobuf import replace_nodes
 from stof.symbolic import Symbolic
 from stof.symbolic.algebra.terms import integer
 from stof.symbolic.dimension_names import declared_dim
 from stof.symbolic.facts import Rule
 
-_CAST_LIKE = 15  # the first opset with the operator
 _FLOAT = int(TensorProto.FLOAT)
 _SMALL = 4096  # bytes of a constant that is copied into the model of a subgraph: shapes, axes, positions
 _LETTERS = string.ascii_letters  # of an equation
@@ -243,7 +242,7 @@ class _Carrier:
             for call in self.calls
             if call.output(number)
         ]
-        if self.opset < _CAST_LIKE:
+        if self.opset < CAST_LIKE_OPSET:
             return types[0][1] or None if len({result_type for _, result_type in types}) == 1 else None
         # A converter to fp16 changes the types around a call.
         return "source" if all(source_type == result_type != 0 for source_type, result_type in types) else "result"

@@ -172,8 +172,11 @@ def typed_attributes_to_widen(model: onnx.ModelProto, stages: Sequence[Stage]) -
     return collect_typed_attributes(stage.op for stage in stages) if holds(model, HALF) else None
 
 
-def typed_attributes_to_run(model: onnx.ModelProto, stages: Sequence[Stage]) -> TypedAttributes | None:
-    """The same for models with bf16 alone, most of whose operators ONNX Runtime's CPU provider lacks; None for all others."""
+def typed_attributes_of_bf16(model: onnx.ModelProto, stages: Sequence[Stage]) -> TypedAttributes | None:
+    """As :func:`typed_attributes_to_widen`, but only for models with bf16 tensors; None for fp32 and fp16 models.
+
+    ONNX Runtime's CPU provider lacks most operators in bf16.
+    """
     from stof.execution.upcast import holds
 
     return typed_attributes_to_widen(model, stages) if holds(model, {onnx.TensorProto.BFLOAT16}) else None

@@ -64,7 +64,7 @@ def verify_stages(
     Args:
         report: gets the rows of what was dropped, and the comparisons.
         ops: all ops whose operators may be in the model.
-        stages: of those that the options do not leave out.
+        stages: of the ops that the options enable.
         folder: for temporary files, on a disk with room for the model.
         user_inputs: sets of inputs of the user's.
 
@@ -118,7 +118,7 @@ def verify_rewritten(
     Args:
         report: gets the comparisons.
         ops: all ops whose operators may be in the model.
-        stages: of those that the options do not leave out.
+        stages: of the ops that the options enable.
         final: the model.
         folder: for temporary files, on a disk with room for the model.
         user_inputs: sets of inputs of the user's.

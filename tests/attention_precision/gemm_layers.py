@@ -114,14 +114,18 @@ def gemms_of(path: Path) -> list[onnx.NodeProto]:
 
 
 def outputs_of(path: Path, x: np.ndarray, *, library: bool) -> np.ndarray:
-    """The output on an input."""
+    """The first output on an input x."""
+    return run_model(path, {"x": x}, library=library)
+
+
+def run_model(path: Path, feeds: dict[str, np.ndarray], *, library: bool, output: str | None = None) -> np.ndarray:
+    """An output on inputs, by default the first."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if library:
         options.register_custom_ops_library(str(library_path()))
-    found: np.ndarray = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(
-        None, {"x": x}
-    )[0]
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    found: np.ndarray = session.run(None if output is None else [output], feeds)[0]
     return found
 
 

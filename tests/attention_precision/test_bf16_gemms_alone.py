@@ -9,9 +9,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
-from gemm_layers import HIDDEN, REAL, LayerGraph, gemms_of
+from gemm_layers import HIDDEN, REAL, LayerGraph, gemms_of, outputs_of
 from onnx import TensorProto, helper, numpy_helper
 from precision_runs import leave_gemms, run
 
@@ -40,17 +39,6 @@ def mlp(path: Path, *, opset: int = 20) -> Path:
     return path
 
 
-def compute(path: Path, x: np.ndarray, *, library: bool = True) -> np.ndarray:
-    """The output."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if library:
-        options.register_custom_ops_library(str(library_path()))
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    found: np.ndarray = session.run(None, {"x": x})[0]
-    return found
-
-
 def exact(path: Path, x: np.ndarray, *, is_rounded: bool) -> np.ndarray:
     """The definition in fp64, with factors rounded to bf16 where asked for."""
     w0, b0, w1, b1 = (numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer)
@@ -77,7 +65,7 @@ def test_linear_layers_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for rows in (0, 1, 31, 600):
         x = np.random.default_rng(rows).standard_normal((rows, HIDDEN)).astype(np.float32)
         for library, is_rounded, most in ((True, True, 2e-3), (True, False, 0.02), (False, False, 1e-5)):
-            wanted, found = exact(model, x, is_rounded=is_rounded), compute(target, x, library=library)
+            wanted, found = exact(model, x, is_rounded=is_rounded), outputs_of(target, x, library=library)
             assert found.shape == wanted.shape == (rows, 130)
             assert np.abs(found - wanted).max(initial=0) <= most * np.abs(wanted).max(initial=0)
 
@@ -206,8 +194,8 @@ def test_matmuls_in_subgraphs_have_a_reason(tmp_path: Path) -> None:
     assert len(gemms_of(target)) == 1
     x = np.random.default_rng(6).standard_normal((1, 9, HIDDEN)).astype(np.float32)
     for sign in (1, -1):
-        wanted = compute(model, sign * x, library=False)
-        assert np.abs(compute(target, sign * x) - wanted).max() < 0.02 * np.abs(wanted).max()
+        wanted = outputs_of(model, sign * x, library=False)
+        assert np.abs(outputs_of(target, sign * x, library=True) - wanted).max() < 0.02 * np.abs(wanted).max()
 
 
 @REAL

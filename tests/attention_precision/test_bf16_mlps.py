@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from gemm_layers import run_model
 from mlp_models import VOCABULARY, MlpForm, make_mlp_model
 from onnx import TensorProto, helper, numpy_helper
 from precision_runs import run
 
-import stof
+from helpers.int8_attention import relative_rms
 from stof.arguments.precisions import BF16
 from stof.attention_precision import mlp_nodes
 from stof.attention_precision.mlp_nodes import METADATA, sparse_mlps_of
@@ -49,22 +50,10 @@ def flags_of(path: Path) -> list[int]:
 
 def outputs_of(path: Path, form: MlpForm, tokens: int, *, library: bool) -> np.ndarray:
     """The logits of a prompt behind three cached tokens."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if library:
-        stof.register(options)
     rng = np.random.default_rng(tokens)
     past = rng.standard_normal((1, 3, form.size)).astype(np.float32)
     feed = {"input_ids": rng.integers(0, VOCABULARY, (1, tokens)), "past": past}
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    logits: np.ndarray = session.run(None, feed)[0]
-    return logits.astype(np.float64)
-
-
-def distance(found: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.sqrt(np.square(found - exact).sum() / np.square(exact).sum()))
+    return run_model(path, feed, library=library).astype(np.float64)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -84,10 +73,10 @@ def test_weights_are_rounded(form: MlpForm, tmp_path: Path) -> None:
     for tokens in (1, 5, 40):
         original = outputs_of(model, form, tokens, library=False)
         mine = outputs_of(target, form, tokens, library=True)
-        assert 1e-5 < distance(mine, original) < 0.01
-        assert distance(outputs_of(target, form, tokens, library=False), original) < 1e-5
+        assert 1e-5 < relative_rms(mine, original) < 0.01
+        assert relative_rms(outputs_of(target, form, tokens, library=False), original) < 1e-5
         if not form.packed:  # up shares its weight with the gate, which is not rounded
-            assert distance(mine, outputs_of(rounded, form, tokens, library=False)) < 1e-5
+            assert relative_rms(mine, outputs_of(rounded, form, tokens, library=False)) < 1e-5
 
 
 def test_the_report_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +168,7 @@ def test_selected_neurons_and_their_loss(kind: str, tmp_path: Path) -> None:
     assert all(1e-4 < row["relative_rms"] < 0.01 for row in rows)
     assert report["attention_precision"]["loss"]["kl"] > 0
     mine = outputs_of(target, MlpForm(), 9, library=True)
-    assert 1e-5 < distance(mine, outputs_of(run(tmp_path, model, *given)[1], MlpForm(), 9, library=True)) < 0.1
+    assert 1e-5 < relative_rms(mine, outputs_of(run(tmp_path, model, *given)[1], MlpForm(), 9, library=True)) < 0.1
 
 
 def test_prompts_measure_a_model_of_sparse_mlps_alone(tmp_path: Path) -> None:
@@ -257,15 +246,10 @@ def test_weights_that_are_computed_in_the_run_are_not_rounded(tmp_path: Path) ->
             for n in sparse_mlps_of(model.graph.node)[:1]:
                 n.attribute.remove(next(a for a in n.attribute if a.name == BF16.attribute))
         onnx.save(model, path)
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        stof.register(options)
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         feed = {
             "input_ids": np.arange(5)[None],
             "past": np.ones((1, 3, 48), np.float32),
             "factor": np.ones(1, np.float32),
         }
-        found.append(session.run(None, feed)[0])
+        found.append(run_model(path, feed, library=True))
     np.testing.assert_array_equal(found[0], found[1])

@@ -57,6 +57,5 @@ def test_a_length_beyond_the_positions_is_named(
     assert [r["key"] for r in records] == [["small", "qdq", "matmul", length, 1] for length in (8, 16)]
     for record in records:
         assert list(record["median_seconds"]) == ["float attention", "own rounding", "quantized"]
-        assert all(seconds >= 0 for seconds in record["median_seconds"].values())
         assert record["machine"]["threads"] == 1
         assert record["machine"]["read_gbps"] == 1.0

@@ -66,7 +66,7 @@ def _narrow(b: Builder) -> onnx.ModelProto:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(_halves, "half precision"), (_no_constant, "is not constant"), (_narrow, "expected 24 columns")],
+    [(_halves, "matmuls in fp16 and bf16"), (_no_constant, "is not constant"), (_narrow, "expected 24 columns")],
 )
 def test_what_stays_with_the_runtime(make: Make, words: str) -> None:
     _, found = found_in(make(Builder(FLOAT)))

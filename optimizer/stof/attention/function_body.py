@@ -13,14 +13,13 @@ from onnx import TensorProto, helper
 from stof.attention.relative_terms.body import RelativeProduct, ScoreVectors, emit_product, emit_values
 from stof.errors import UnsupportedError
 from stof.graph.index import DOMAIN
-from stof.graph.node_builder import Builder
+from stof.graph.node_builder import CAST_LIKE_OPSET, Builder
 from stof.mask.expression import MaskExpression
 from stof.mask.relative_roles import RELATIVE_BIAS, RELATIVE_BIAS_FACTOR, RELATIVE_VALUE
 from stof.mask.site import EmptyRows, Layout
 from stof.mask.to_onnx import ScoreSizes
 
 OP = "StofAttention"
-_CAST_LIKE = 15  # the first opset with the operator
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def make_attention_function(variants: Sequence[Variant], opset: int, lse: bool =
     slots = len(variants[0].roles)
     inputs = ["query", "key", "value", *[f"operand{i}" for i in range(slots)]]
     dtypes = {v.dtype for v in variants}
-    if len(dtypes) > 1 and opset < _CAST_LIKE:
+    if len(dtypes) > 1 and opset < CAST_LIKE_OPSET:
         raise UnsupportedError(f"sites of different element types need opset 15 for their function body, found {opset}")
     frame = AttentionFrame(variants[0].layouts, variants[0].grouped, dtypes.pop() if len(dtypes) == 1 else None, opset)
     scores = frame.scores()
@@ -228,7 +227,7 @@ class AttentionFrame:
         tensor = b.add("MatMul", [weights, self.value])
         tensor = b.add("Add", [tensor, added]) if added else tensor
         if self.output_type and (
-            self.dtype is None or b.opset >= _CAST_LIKE
+            self.dtype is None or b.opset >= CAST_LIKE_OPSET
         ):  # a converter to fp16 changes types around a call
             tensor = b.add("CastLike", [tensor, self.output_type])
         elif self.dtype != TensorProto.FLOAT:

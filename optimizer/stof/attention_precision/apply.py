@@ -32,7 +32,7 @@ from stof.sparsify.mlp_precision_report import MlpPrecisionReport
 from stof.sparsify.precision_report import PrecisionReport, count_attentions
 from stof.sparsify.reduced_report import ReducedPrecisionReport
 from stof.sparsify.threshold_report import OutputCosines
-from stof.stages import Stage, find_model_inputs, typed_attributes_to_run
+from stof.stages import Stage, find_model_inputs, typed_attributes_of_bf16
 from stof.symbolic import Symbolic
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
@@ -204,7 +204,7 @@ def _measure_cosines(
     """
     every = list(range(sets.count))
     try:
-        typed = typed_attributes_to_run(job.model, stages)
+        typed = typed_attributes_of_bf16(job.model, stages)
         meter = measure_cosines(job, stages, find_model_inputs(job, stages), sets, every, reduced, folder, typed)
     finally:
         release_sessions()

@@ -25,12 +25,11 @@ from stof.cached_attention.site import INPUT_INDEX, OP, OP_INPUTS
 from stof.errors import VerifyError
 from stof.graph.index import DOMAIN, opset_of
 from stof.graph.names import FreshNames
-from stof.graph.node_builder import Builder
+from stof.graph.node_builder import CAST_LIKE_OPSET, Builder
 from stof.graph.node_fields import PlainValue, input_of, plain_attributes_of
 from stof.mask.expression import MaskExpression
 from stof.sparsify.bias_nodes import StepTensors, emit_pattern_bias
 
-_CAST_LIKE = 15  # the first opset with the operator
 _TABLES = ("table0", "table1", "table2", "table3")
 
 
@@ -44,8 +43,9 @@ def put_roundings_over_caches(model: onnx.ModelProto, nodes: Sequence[tuple[onnx
     main = {id(node) for node in model.graph.node}
     for node, _ in nodes:
         sliding = plain_attributes_of(node).get("sliding_window_cache", 0)
-        if sliding or id(node) not in main or opset_of(model) < _CAST_LIKE:
-            why = "keeps a window of its cache" if sliding else "lies in a subgraph or a model of an opset before 15"
+        if sliding or id(node) not in main or opset_of(model) < CAST_LIKE_OPSET:
+            why = "keeps a window of its cache" if sliding else f"is of opset {opset_of(model)}, expected 15 or later"
+            why = "lies in a subgraph" if id(node) not in main else why
             raise VerifyError(f"the loss cannot be measured: {node.name!r} {why}, and no model rounds it to 8 bits")
     names = FreshNames(t for node in model.graph.node for t in (*node.input, *node.output))
     made: list[onnx.NodeProto] = []
@@ -54,7 +54,7 @@ def put_roundings_over_caches(model: onnx.ModelProto, nodes: Sequence[tuple[onnx
         if precision is None:
             made.append(node)
         else:
-            made += _Rounded(node, precision, opset_of(model), names.make(f"{node.output[0]}/eight_bits")).nodes()
+            made += _RoundingStep(node, precision, opset_of(model), names.make(f"{node.output[0]}/eight_bits")).nodes()
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in made]
     del model.graph.node[:]
     model.graph.node.extend(copies)
@@ -63,7 +63,7 @@ def put_roundings_over_caches(model: onnx.ModelProto, nodes: Sequence[tuple[onnx
     model.functions.extend(kept)
 
 
-class _Rounded:
+class _RoundingStep:
     """The nodes in place of one operator."""
 
     def __init__(self, node: onnx.NodeProto, precision: EightBits, opset: int, prefix: str) -> None:

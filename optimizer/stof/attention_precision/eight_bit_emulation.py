@@ -24,12 +24,11 @@ from stof.attention_precision.eight_bit_roundings import (
     round_weights_to_inputs,
 )
 from stof.graph.index import DOMAIN
-from stof.graph.node_builder import Builder
+from stof.graph.node_builder import CAST_LIKE_OPSET, Builder
 from stof.graph.protobuf import copy_model
 from stof.thresholds.layers import nodes_by_layer
 
 EMULATED_DOMAIN = "stof.emulated"  # the library has no operators of it: the runtime takes the function bodies
-_CAST_LIKE = 15  # the first opset with the operator
 
 
 def emulate_eight_bits(model: onnx.ModelProto, precisions: Mapping[str, Precision]) -> onnx.ModelProto:
@@ -81,7 +80,7 @@ def _emulating_body(body: onnx.FunctionProto, precision: EightBits) -> onnx.Func
     weights, values = nodes[last].input
     if precision.has_fp8:
         weights, values = round_weights(b, weights), round_values(b, values)
-    elif b.opset >= _CAST_LIKE:
+    elif b.opset >= CAST_LIKE_OPSET:
         weights = round_weights_to_inputs(b, weights, "query")
     before_values = [*b.nodes, helper.make_node("MatMul", [weights, values], nodes[last].output, name="e_output")]
     del made.node[:]

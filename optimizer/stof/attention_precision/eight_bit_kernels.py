@@ -51,7 +51,7 @@ def why_not_in_8_bits(node: onnx.NodeProto, facts: Symbolic) -> str:
     queries = _count_queries(facts, node, attributes)
     if queries is not None and queries <= MOST_DECODED:
         return f"it has {queries} queries, which decode kernels compute, expected more than {MOST_DECODED}"
-    if node.op_type == CACHED and not attributes.get("scale"):  # 0 stands for 1/sqrt(D)
+    if node.op_type == CACHED and not attributes.get("scale"):  # 0 is 1/sqrt(D) here, and refused as a scale below
         attributes.pop("scale", None)
     return _why_not_its_scores(attributes)
 

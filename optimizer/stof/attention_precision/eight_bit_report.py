@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stof.arguments.precisions import AUTO, PRECISIONS, Precision
+from stof.attention_precision.eight_bit_kernels import MOST_DECODED
 from stof.cached_attention.site import OP as CACHED
 from stof.sparsify.reduced_report import PrecisionRow, ReducedPrecisionReport
 from stof.sparsify.threshold_report import number_ranges
@@ -104,7 +105,7 @@ class EightBitReport(ReducedPrecisionReport):
         if errors:
             words.append(f"relative RMS error {'up to ' if len(errors) > 1 else ''}{max(errors):.2g}")
         if first.op == CACHED:
-            words.append("prompts alone, steps of at most 16 tokens stay in full precision")
+            words.append(f"in steps of more than {MOST_DECODED} tokens; others stay in full precision")
         return f"  {first.precision or '8 bits'} in layer {layers}: {'; '.join(words if known else [*words, 'error not known'])}"
 
     def to_json(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Kernels of it run on CUDA alone. Errors and the loss come from models of their r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,10 +47,8 @@ from stof.verification.site_checks import SiteChecks
 
 _TILE = (128, 128)  # query rows x keys of the kernels
 _LONGEST = 32768  # keys up to which the share of tiles is counted; beyond it hardly changes
-_UNKNOWN = (
-    "it lies in a subgraph, reads tensors that only the result has, ran on few queries over its cache, or its output is 0 or not "
-    "finite"
-)
+_UNKNOWN = "it lies in a subgraph, reads tensors that only the result has, or its output is 0 or not finite"
+_FEW_QUERIES = f"every step over its cache had {MOST_DECODED} queries or fewer; give longer prompts"
 
 
 @dataclass(frozen=True)
@@ -109,20 +108,23 @@ def apply_eight_bits(
     if not found.reduced:
         return model
     sets = find_sets(job.model, job.prompts, user_inputs)
+    few = frozenset[str]()
     measured, unknown = dict[str, MeasuredSite](), "there is nothing to measure it on; give --inputs or --prompts"
     if sets is None and job.options.attention_precision == AUTO and planned is None:
         raise ArgumentError(f"{found.option} chooses by the errors of attentions, and {unknown}")
     with measure("errors"):
         if (used := sets or draw_sets(job, stages)) is not None:
             try:
-                measured, unknown = _measure(found, job, stages, used, folder), _UNKNOWN
+                measured, few = _measure(found, job, stages, used, folder)
+                unknown = _UNKNOWN
             except (ArgumentError, VerifyError) as error:
                 if sets is not None:  # what the user gives has to be measured
                     raise
                 unknown = str(error)
-    rows = [_decide(row, measured.get(row.node), job.options, planned, unknown) for row in rows]
+    reasons = {row.node: _FEW_QUERIES if row.node in few else unknown for row in rows}
+    rows = [_decide(row, measured.get(row.node), job.options, planned, reasons[row.node]) for row in rows]
     found.rows = [*rows]
-    found.warnings += _warnings(rows, job.options, unknown)
+    found.warnings += _warnings(rows, job.options, reasons)
     if not found.reduced:
         return model
     reduced = put_precisions(model, found.by_name)
@@ -194,10 +196,11 @@ def _why_not_on_device(options: Options) -> str:
 
 def _measure(
     found: EightBitReport, job: Job, stages: Sequence[Stage], sets: MeasuredSets, folder: Path
-) -> dict[str, MeasuredSite]:
-    """Errors and gains of the attentions that kernels take, by the names of operators."""
+) -> tuple[dict[str, MeasuredSite], frozenset[str]]:
+    """Errors and gains of the attentions that kernels take, by the names of operators; those that ran on few queries alone."""
     precisions, names = job.options.eight_bits, found.reduced
     sites: dict[str, list[tuple[Rewrite | CacheSite, EightBitErrors]]] = {}
+    few: set[str] = set()
 
     def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
         if isinstance(checks, AttentionChecks):
@@ -205,20 +208,34 @@ def _measure(
                 sites.setdefault(layers[rewrite.site.name], []).append((rewrite, errors))
         elif isinstance(checks, CacheChecks):
             for site, errors in checks.measure_eight_bits(emitted, captured, precisions, layers):
-                if errors.sizes[3] > MOST_DECODED:  # decode kernels compute the others, in full precision
+                if errors.sizes[3] > MOST_DECODED:
                     sites.setdefault(layers[site.name], []).append((site, errors))
+                else:  # decode kernels compute it, in full precision
+                    few.add(layers[site.name])
 
     some = longest_sets(sets)
-    measured, same = (sets, some), lambda model: model
     tokens = visit_sites(
-        job, stages, "8 bits", names, measured, folder, same, visit, attentions_of_sites, takes_all_scores=False
+        job,
+        stages,
+        "8 bits",
+        names,
+        (sets, some),
+        folder,
+        _unchanged,
+        visit,
+        attentions_of_sites,
+        holds_all_scores=False,
     )
     found.measured_on = sets.describe(some)
     if tokens:
         found.measured_on = f"the first {tokens} tokens of {found.measured_on}"
     every = [errors for of_site in sites.values() for _, errors in of_site]
     found.measured_rows = sum(e.rows for e in every), sum(e.all_rows for e in every)
-    return {name: _join(of_site, precisions) for name, of_site in sites.items()}
+    return {name: _join(of_site, precisions) for name, of_site in sites.items()}, frozenset(few - sites.keys())
+
+
+def _unchanged(model: onnx.ModelProto) -> onnx.ModelProto:
+    return model
 
 
 def _join(
@@ -290,12 +307,17 @@ def _choose(site: MeasuredSite | None, bounds: Mapping[str, float], unknown: str
     return best, ""
 
 
-def _warnings(rows: Collection[EightBitRow], options: Options, unknown: str) -> list[str]:
-    """What a user should know of attentions that kernels may compute in 8 bits whatever their error is."""
+def _warnings(rows: Collection[EightBitRow], options: Options, unknown: Mapping[str, str]) -> list[str]:
+    """What a user should know of attentions that kernels may compute in 8 bits whatever their error is.
+
+    Args:
+        rows: the attentions.
+        options: the user's.
+        unknown: why an error is not known, by the operator's name.
+    """
     reduced = [row for row in rows if row.reduced]
-    words = []
-    if count := sum(row.relative_rms is None for row in reduced):
-        words.append(f"the error of {count_attentions(count)} is not known: {unknown}")
+    reasons = Counter(unknown[row.node] for row in reduced if row.relative_rms is None)
+    words = [f"the error of {count_attentions(count)} is not known: {reason}" for reason, count in reasons.items()]
     for precision in options.eight_bits:
         errors = [
             row.relative_rms for row in reduced if row.precision == precision.name and row.relative_rms is not None

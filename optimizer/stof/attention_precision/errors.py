@@ -19,7 +19,7 @@ from stof.execution.inputs import InputMaker
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
-from stof.execution.upcast import HALF, Twins
+from stof.execution.upcast import HALF, Twins, widen_feeds
 from stof.files import temporary_folder
 from stof.graph.index import DOMAIN
 from stof.op_parts import collect_typed_attributes
@@ -91,7 +91,7 @@ def measure_errors(
         return put_precision(model, precision, names)
 
     def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
-        for name, error in _compare(checks, emitted, layers, captured):
+        for name, error in compare_sites(checks, emitted, layers, captured):
             errors[name] = errors.get(name, SiteError()).join(error)
 
     what = f"attentions in {precision.name}"
@@ -110,7 +110,7 @@ def visit_sites(
     visit: Visit,
     find_operators: FindOperators,
     *,
-    takes_all_scores: bool = True,
+    holds_all_scores: bool = True,
 ) -> int:
     """Runs the original on sets of inputs, and gives each op's sites the tensors that it computes there.
 
@@ -124,7 +124,7 @@ def visit_sites(
         emit: makes of a stage's model the one whose sites are looked at.
         visit: gets the checks of an op, that model, the operators of its sites, and the tensors that were computed.
         find_operators: which operators the sites of an op are.
-        takes_all_scores: ``visit`` has all scores over a KV cache in memory at once.
+        holds_all_scores: ``visit`` holds all scores over a KV cache in memory at once, so prompts are shorter there.
 
     Returns:
         How many tokens of each prompt count, at most; 0: all of each set.
@@ -148,8 +148,8 @@ def visit_sites(
                 if layers:
                     capture = _Capture(sessions, checks, stages, scratch)
                     if sets.prompts:
-                        is_short = takes_all_scores and stage.op.key == CACHES
-                        sets = _shorten_prompts(sets, capture, maker, is_short=is_short)
+                        most_tokens = _MOST_TOKENS if holds_all_scores and stage.op.key == CACHES else None
+                        sets = _shorten_prompts(sets, capture, maker, most_tokens)
                     for feed in sets.feeds(maker, some):
                         visit(checks, emitted, layers, capture.run(feed()))
     except RuntimeFailure as error:
@@ -162,8 +162,15 @@ def visit_sites(
     return most if most < longest else 0
 
 
-def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *, is_short: bool) -> MeasuredSets:
-    """The prompts with as many tokens as may run at once, by the bytes that a short one takes; is_short: few of them."""
+def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, most_tokens: int | None) -> MeasuredSets:
+    """The prompts with as many tokens as may run at once, by the bytes that a short one takes.
+
+    Args:
+        sets: the prompts.
+        capture: runs them.
+        maker: of inputs.
+        most_tokens: a bound beside that of memory; None: there is none.
+    """
     ids = max(sets.prompts, key=len)[:_PROBED]
     try:
         feed = make_prompt_feed(maker, ids)
@@ -171,13 +178,14 @@ def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, *
         return sets
     taken = sum(array.nbytes for array in capture.run(feed).values())
     limit = max(len(ids), _MOST_BYTES * len(ids) // max(taken, 1))
-    limit = min(limit, _MOST_TOKENS) if is_short else limit
+    limit = limit if most_tokens is None else min(limit, most_tokens)
     return replace(sets, prompts=tuple(ids[:limit] for ids in sets.prompts))
 
 
-def _compare(
+def compare_sites(
     checks: SiteChecks, emitted: onnx.ModelProto, layers: Mapping[str, str], captured: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, SiteError]]:
+    """The error of each site of an operator beside its definition, with the operator's name."""
     for comparison in checks.compare(emitted, captured):
         if (name := layers.get(comparison.site)) is not None:
             yield name, SiteError(comparison.relative_rms, "" if comparison.ok else comparison.message())
@@ -232,8 +240,6 @@ class _Capture:
 
     def run(self, feed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The tensors, and the inputs."""
-        given = dict(feed)
-        if self._is_widened:
-            given = {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feed.items()}
+        given = widen_feeds(feed) if self._is_widened else dict(feed)
         names = list(self._session.outputs)
         return {**given, **dict(zip(names, self._session.run(names, given), strict=True))}

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 
 from stof.arguments.precisions import RoundedOperands
-from stof.attention_precision.errors import Captured, Layers, visit_sites
+from stof.attention_precision.errors import Captured, Layers, compare_sites, visit_sites
 from stof.attention_precision.mlp_nodes import put_mlp_precision, sparse_mlps_of
 from stof.op_rewrite import Job
 from stof.sparse_mlp.checks.site_checks import MOST_TOKENS
@@ -52,10 +52,8 @@ def measure_mlp_errors(
         return put_mlp_precision(model, precision, names)
 
     def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
-        for comparison in checks.compare(emitted, captured):
-            if (name := layers.get(comparison.site)) is not None:
-                error = SiteError(comparison.relative_rms, "" if comparison.ok else comparison.message())
-                errors[name] = errors.get(name, SiteError()).join(error)
+        for name, error in compare_sites(checks, emitted, layers, captured):
+            errors[name] = errors.get(name, SiteError()).join(error)
 
     what = f"sparse MLPs in {precision.name}"
     tokens = visit_sites(job, stages, what, names, (sets, some), folder, emit, visit, _mlps_of_sites)

@@ -35,9 +35,8 @@ from stof.verification.result import Comparison
 _ALLOWED = {"float16": 1e-2}
 _ALLOWED_ELSE = 1e-3
 _BF16 = "bf16"  # the variant of --allow-bf16
-_ALLOWED_BF16 = (
-    5e-2  # bf16 has 8 bits, of which each layer rounds some away; stof-optimize has held each operator to --max-error
-)
+# bf16 has 8 bits, of which each layer rounds some away; stof-optimize has held each operator to --max-error.
+_ALLOWED_BF16 = 5e-2
 _FLOATS = {onnx.TensorProto.FLOAT: "fp32", onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
 
 
@@ -165,7 +164,7 @@ def _find_dtype(model: onnx.ModelProto) -> str:
 
 
 def compare(
-    drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]], least_allowed: float = 0.0
+    drawn: ModelFeeds, timed: TimedFeeds, runs: Sequence[Sequence[np.ndarray]], tolerance: float = 0.0
 ) -> list[Comparison]:
     """Holds the outputs of a variant against the original's, those of rows of KV caches without a key left out.
 
@@ -173,25 +172,25 @@ def compare(
         drawn: tells which rows hold keys.
         timed: the inputs.
         runs: the original's outputs, then the variant's.
-        least_allowed: the least difference that is allowed, over an output's range.
+        tolerance: an output may differ by this share of its range, or by that of its type, whichever is larger.
     """
     comparisons = []
     for value, expected, output in zip(drawn.model.graph.output, *runs, strict=True):
-        allowed = _find_allowed_share(expected, least_allowed)
+        allowed = _find_allowed_share(expected, tolerance)
         held = drawn.inputs.cache_rows(value.name, timed.feeds, expected.shape)
         comparisons.append(compare_outputs(timed.case, allowed, value.name, expected, [expected], output, held=held))
     return comparisons
 
 
-def _find_allowed_share(output: np.ndarray, least: float) -> float:
+def _find_allowed_share(output: np.ndarray, tolerance: float) -> float:
     """The largest difference that an output may have, over its range."""
-    return max(_ALLOWED.get(output.dtype.name, _ALLOWED_ELSE), least)
+    return max(_ALLOWED.get(output.dtype.name, _ALLOWED_ELSE), tolerance)
 
 
-def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray], least_allowed: float) -> float:
+def _largest_share(comparisons: Sequence[Comparison], expected: Sequence[np.ndarray], tolerance: float) -> float:
     """The largest difference over the output's range; infinite where shapes or whole numbers differ."""
     pairs = zip(comparisons, expected, strict=True)
-    return max((_share(c, _find_allowed_share(output, least_allowed)) for c, output in pairs), default=0.0)
+    return max((_share(c, _find_allowed_share(output, tolerance)) for c, output in pairs), default=0.0)
 
 
 def _share(comparison: Comparison, allowed: float) -> float:

@@ -55,6 +55,11 @@ def _holds(graph: onnx.GraphProto | onnx.FunctionProto, kinds: Collection[int]) 
     return False
 
 
+def widen_feeds(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs of a half-precision model in the types of its copy in fp32."""
+    return {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feeds.items()}
+
+
 def widen(model: onnx.ModelProto, folder: Path | None = None, kinds: Collection[int] = HALF) -> onnx.ModelProto:
     """A copy in which every tensor of the given types is fp32; it must not hold operators of stof with typed attributes.
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from stof.execution.ort_sessions import Sessions, VerifiedSession
-from stof.execution.upcast import Twins, TypedAttributes
+from stof.execution.upcast import Twins, TypedAttributes, widen_feeds
 
 
 class WidenedSession:
@@ -27,9 +27,7 @@ class WidenedSession:
 
     def run(self, outputs: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[Any]:
         """The outputs of these names in fp32, by default all."""
-        is_half = {n: x.dtype.name in ("float16", "bfloat16") for n, x in feeds.items()}
-        given = {n: x.astype(np.float32) if is_half[n] else x for n, x in feeds.items()}
-        return list(self._session.run(list(self.outputs if outputs is None else outputs), given))
+        return list(self._session.run(list(self.outputs if outputs is None else outputs), widen_feeds(feeds)))
 
 
 class WidenedSessions:

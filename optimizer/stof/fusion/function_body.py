@@ -14,14 +14,13 @@ from stof.errors import UnsupportedError
 from stof.fusion.translate import FusedChain
 from stof.graph.external_data import external_files
 from stof.graph.index import DOMAIN, describe, domain_of
-from stof.graph.node_builder import Builder
+from stof.graph.node_builder import CAST_LIKE_OPSET, Builder
 from stof.graph.node_fields import attributes_of
 from stof.symbolic import Int, Symbolic
 
 OP = "StofChain"
 _FLOAT = int(TensorProto.FLOAT)
 _WITH_SHAPE_INPUT = frozenset({"Reshape", "Expand"})
-_CAST_LIKE = 15  # the first opset with the operator
 _LARGEST_CONSTANT = 4096  # elements of axes, sizes and numbers
 
 
@@ -245,7 +244,7 @@ def make_function(
     nodes += builder.nodes
     outputs = [f"y{i}" for i in range(len(dtypes))]
     for i, (result, output) in enumerate(zip(results, outputs, strict=True)):
-        like = likes[i] if likes and opset >= _CAST_LIKE else None
+        like = likes[i] if likes and opset >= CAST_LIKE_OPSET else None
         op_type, operands = ("Identity", [result]) if like is None else ("CastLike", [result, names[like]])
         nodes.append(helper.make_node(op_type, operands, [output], name=output))
     attributes = [c.removesuffix("_value") for c in chosen]

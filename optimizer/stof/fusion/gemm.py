@@ -183,7 +183,7 @@ class _GemmTranslator:
                 )
             return
         if kind not in self.cpu_types:
-            raise UnsupportedError("matmuls in half precision stay with the runtime on the CPU")
+            raise UnsupportedError("matmuls in fp16 and bf16 stay with the runtime on the CPU")
         if any(w not in self.constants for w in weights):
             raise UnsupportedError("a weight is not constant: it would be packed in every run")
         if columns.constant is None or columns.constant < _FEWEST_COLUMNS:

@@ -33,7 +33,7 @@ class ChainPolicy:
     # Matmuls are fp32 by constant weights, and also worth a kernel without an epilogue: the CPU's packed GEMM.
     has_cpu_gemm: bool = False
     # These matmuls may be fp16 and bf16 as well: they are written for kernels that round factors to bf16.
-    has_half_cpu_gemm: bool = False
+    has_16_bit_cpu_gemm: bool = False
     # Chains become TensorRT plugins.
     uses_tensorrt_plugins: bool = False
 

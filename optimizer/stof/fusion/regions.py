@@ -108,7 +108,7 @@ def _translate(graph: FusionGraph, region: Region) -> FusedChain:
     policy = graph.policy
     if policy.epilogue_forms is not None and _has_matmul(graph, region.node_indices):
         weights = graph.constants if policy.has_cpu_gemm else None
-        types = _FLOATS if policy.has_half_cpu_gemm else _FP32
+        types = _FLOATS if policy.has_16_bit_cpu_gemm else _FP32
         chain: FusedChain = translate_gemm(region, graph.nodes, graph.symbolic, policy.epilogue_forms, weights, types)
     else:
         chain = translate(region, graph.nodes, graph.symbolic)

@@ -17,7 +17,7 @@ from stof.errors import ArgumentError, VerifyError
 from stof.execution.ort_sessions import Sessions
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure, release_sessions
-from stof.execution.upcast import HALF, Twins, holds
+from stof.execution.upcast import HALF, Twins, holds, widen_feeds
 from stof.files import temporary_folder
 from stof.fusion.description.evaluate import evaluate_chain
 from stof.fusion.emit import GEMM
@@ -78,7 +78,7 @@ def measure_gemm_errors(
             extended = _with_outputs(found, read - set(stored), _widener(found, stages, sessions, scratch, is_widened))
             session = sessions.make(extended, optimized=False, library=True)
             for feed in sets.feeds(find_model_inputs(job, stages).maker, some):
-                given = {n: _widened(x) for n, x in feed().items()} if is_widened else feed()
+                given = widen_feeds(feed()) if is_widened else feed()
                 names = [n for n in session.outputs if n in read]
                 computed = session.run(names, given) if names else []  # no names would ask for all outputs
                 arrays = {**given, **dict(zip(names, computed, strict=True))}
@@ -124,10 +124,6 @@ def _widener(
         return copy_model
     constants = find_half_constants(found.model, found.graph.symbolic)
     return Twins(sessions.weights, scratch, constants, collect_typed_attributes(s.op for s in stages)).of
-
-
-def _widened(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array
 
 
 def _with_outputs(

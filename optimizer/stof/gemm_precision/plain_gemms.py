@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from stof.attention.limits import type_names
 from stof.errors import UnsupportedError
 from stof.graph.external_data import map_array
 from stof.graph.index import captured_tensors, domain_of, node_tensors
@@ -68,12 +69,12 @@ class PlainGemms:
         return result
 
 
-def find_plain_gemms(model: onnx.ModelProto, least: int, folder: Path) -> PlainGemms:
+def find_plain_gemms(model: onnx.ModelProto, least_weights: int, folder: Path) -> PlainGemms:
     """The plain forms of the Gemm nodes in a model's main graph that have transposed or scaled constants.
 
     Args:
         model: the model.
-        least: elements of a weight that counts.
+        least_weights: elements below which a weight is left alone.
         folder: of the model's external data.
     """
     graph = model.graph
@@ -86,11 +87,11 @@ def find_plain_gemms(model: onnx.ModelProto, least: int, folder: Path) -> PlainG
     for index, node in enumerate(graph.node):
         if node.op_type != "Gemm" or domain_of(node) or (weight := stored.get(input_of(node, 1))) is None:
             continue
-        if weight.data_type not in _TYPES or len(weight.dims) != 2 or math.prod(weight.dims) < least:
+        if weight.data_type not in _TYPES or len(weight.dims) != 2 or math.prod(weight.dims) < least_weights:
             continue
         form = _PlainForm(node, stored, readers, names, folder)
         try:
-            if form.is_needed():
+            if form.needs_rewrite():
                 forms[index] = form.make()
         except UnsupportedError as error:
             reasons[index] = str(error)
@@ -117,8 +118,8 @@ class _PlainForm:
         self.is_transposed = bool(attributes.get("transB", 0))
         self.columns = int(self.weight.dims[0 if self.is_transposed else 1])
 
-    def is_needed(self) -> bool:
-        """Whether the node is none that StofGemm computes as it is."""
+    def needs_rewrite(self) -> bool:
+        """Whether StofGemm cannot compute the node as it is: a transposed or scaled operand, or a bias of one element."""
         scales_bias = bool(input_of(self.node, 2)) and self.beta != 1
         is_one = self.bias is not None and math.prod(self.bias.dims) == 1
         return self.is_left_transposed or self.is_transposed or self.alpha != 1 or scales_bias or is_one
@@ -156,8 +157,9 @@ class _PlainForm:
             )
         array = map_array(self.weight, self.folder)
         if self.alpha != 1:
-            array = self._scale(array, self.alpha, "alpha")
-        return self._tensor(self.weight, array.T if self.is_transposed else array)
+            array = self._scale(array, self.alpha, "weight", "alpha")
+        layout = "transposed" if self.is_transposed else "scaled"
+        return self._tensor(self.weight, layout, array.T if self.is_transposed else array)
 
     def _plain_bias(self) -> TensorProto | None:
         """The bias times beta, one element for each column; None: as it is stored, or without any."""
@@ -173,29 +175,30 @@ class _PlainForm:
             return None
         array = map_array(self.bias, self.folder)
         if self.beta != 1:
-            array = self._scale(array, self.beta, "beta")
-        return self._tensor(self.bias, np.repeat(array.reshape(1), self.columns) if is_one else array)
+            array = self._scale(array, self.beta, "bias", "beta")
+        layout = "scaled" if self.beta != 1 else "repeated"
+        return self._tensor(self.bias, layout, np.repeat(array.reshape(1), self.columns) if is_one else array)
 
-    def _scale(self, array: np.ndarray, factor: float, name: str) -> np.ndarray:
-        """A constant times a factor.
+    def _scale(self, array: np.ndarray, factor: float, operand: str, name: str) -> np.ndarray:
+        """A constant operand times a factor of this name.
 
         Raises:
-            UnsupportedError: where numbers would be lost, or rounded to 16 bits once more.
+            UnsupportedError: where a number overflows, or is not exact in fp16 or bf16.
         """
         if factor == 0 or not math.isfinite(factor):
             raise UnsupportedError(f"{name} is {factor:g}")
+        words = f"{name} is {factor:g}, and its {operand} times {name}"
+        kind = type_names([self.weight.data_type], "or")
         exact = array.astype(np.float64) * factor
         with np.errstate(over="ignore", under="ignore"):
             scaled = exact.astype(array.dtype)
         wide = scaled.astype(np.float64)
         if not np.array_equal(np.isfinite(wide), np.isfinite(exact)):
-            raise UnsupportedError(
-                f"its constants times {name} = {factor:g} are beyond the largest number of their type"
-            )
+            raise UnsupportedError(f"{words} exceeds the largest number of {kind}")
         if array.dtype != np.float32 and not np.array_equal(wide, exact, equal_nan=True):
-            raise UnsupportedError(f"its constants times {name} = {factor:g} would be rounded to 16 bits once more")
+            raise UnsupportedError(f"{words} is not exact in {kind}")
         return scaled
 
-    def _tensor(self, like: TensorProto, array: np.ndarray) -> TensorProto:
-        name, values = self.names.make(f"{like.name}/plain"), np.ascontiguousarray(array).tobytes()
+    def _tensor(self, like: TensorProto, layout: str, array: np.ndarray) -> TensorProto:
+        name, values = self.names.make(f"{like.name}/{layout}"), np.ascontiguousarray(array).tobytes()
         return helper.make_tensor(name, like.data_type, array.shape, values, raw=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto
 
+from stof.attention.limits import type_names
 from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
 from stof.fusion.emit import GEMM, ChainSignature, chain_signature, select_common_types
@@ -101,7 +101,7 @@ def find_gemms(model: onnx.ModelProto, facts: Symbolic, folder: Path) -> FoundGe
     plain = PlainGemms({}, {}) if has_gemms else find_plain_gemms(model, _LEAST_WEIGHTS, folder)
     prepared = plain.put(model, plain.forms)
     facts = facts if prepared is model else Symbolic(prepared)
-    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True, has_half_cpu_gemm=True)
+    policy = ChainPolicy(epilogue_forms=cpu_gemm_form, has_cpu_gemm=True, has_16_bit_cpu_gemm=True)
     graph = FusionGraph(prepared, facts, policy, ShapeReads.AS_IN_GRAPH)
     names, taken, sites = FreshNames(), set[int](), list[GemmSite]()
     outputs = {v.name for v in model.graph.output}
@@ -142,10 +142,17 @@ def _with_common_type(sites: Sequence[GemmSite]) -> tuple[GemmSite, ...]:
     chains = [site.chain for site in sites if site.chain is not None]
     fitting, types = select_common_types(chains)
     kept = {chain.region for chain in fitting}
-    name = TensorProto.DataType.Name(types[0]).lower() if types else ""
-    reason = f"most matmuls by constant weights are {name}, and all that become StofGemm have one type"
+
+    def reason(chain: FusedGemm) -> str:
+        kind, most = (type_names(each, "and") for each in (chain.dtypes, types))
+        return (
+            f"it is {kind}, expected {most} as most matmuls by constant weights: all StofGemm of a model share one type"
+        )
+
     return tuple(
-        site if site.chain is None or site.chain.region in kept else replace(site, chain=None, reason=reason)
+        site
+        if site.chain is None or site.chain.region in kept
+        else replace(site, chain=None, reason=reason(site.chain))
         for site in sites
     )
 

@@ -51,6 +51,7 @@ def verify_gemms(
 
 
 def _in_full_precision(model: onnx.ModelProto, attribute: str) -> onnx.ModelProto:
+    """A copy of a model whose StofGemm nodes lack the attribute that allows the precision."""
     result = copy_model(model)
     for node in result.graph.node:
         if node.domain == DOMAIN and node.op_type == GEMM:

@@ -82,7 +82,7 @@ class DerivedTensor:
 
 
 def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
-    """The weights in another layout; none where the model has no external data and fits into a file.
+    """The weights in another layout; none where the model has no external data and at most 1 GiB of constants.
 
     They are those that operators of stof alone read, and those whose node is marked.
     """
@@ -118,7 +118,10 @@ def find_derived(model: onnx.ModelProto) -> list[DerivedTensor]:
 
 
 def _is_large(model: onnx.ModelProto) -> bool:
-    """Whether constants alone fill much of a file, whose limit is 2 GB: the layout of all of a model's weights may be new."""
+    """Whether constants exceed 1 GiB.
+
+    Such a model may pass protobuf's limit of 2 GB when its weights are transposed, so these go into a data file.
+    """
     return sum(tensor_bytes(t) or 0 for t in model.graph.initializer) > _LARGE
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+CAST_LIKE_OPSET = 15  # the first opset with CastLike
+
 
 @dataclass
 class Builder:

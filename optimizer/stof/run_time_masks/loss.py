@@ -17,7 +17,7 @@ from stof.prompts.files import PromptSet
 from stof.prompts.loss import PromptLoss, has_logits
 from stof.report import Report
 from stof.sparsify.reduced_report import ReducedPrecisionReport
-from stof.stages import Stage, find_model_inputs, typed_attributes_to_run, typed_attributes_to_widen
+from stof.stages import Stage, find_model_inputs, typed_attributes_of_bf16, typed_attributes_to_widen
 
 
 def measure_loss_on_prompts(
@@ -80,7 +80,7 @@ def _measure(
 
     inputs = find_model_inputs(job, stages)
     if not (isinstance(reduced, EightBitReport) and reduced.reduced):
-        typed = typed_attributes_to_run(job.model, stages)
+        typed = typed_attributes_of_bf16(job.model, stages)
         return measure_loss(job.source, final, inputs, prompts, folder, job.options, typed)
     from stof.attention_precision.eight_bit_emulation import emulate_eight_bits
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
-
-from stof.runtime.library import EARLIER, LibraryError, library
+from stof.runtime.library import EARLIER, LibraryError, ask_name
 
 
 def cpu_bf16_kernel() -> str:
@@ -17,12 +15,10 @@ def cpu_bf16_kernel() -> str:
     Raises:
         LibraryError: without a library, and for one of an earlier version, which ignores the attribute.
     """
-    ask = getattr(library(), "stof_cpu_bf16_kernel", None)
-    if ask is None:
+    name = ask_name("stof_cpu_bf16_kernel")
+    if name is None:
         raise LibraryError(f"the plugin library has no attention in bf16 (stof_cpu_bf16_kernel): {EARLIER}")
-    ask.restype = ctypes.c_char_p
-    name: bytes = ask()
-    return name.decode()
+    return name
 
 
 def cpu_bf16_gemm_kernel() -> str:
@@ -33,9 +29,4 @@ def cpu_bf16_gemm_kernel() -> str:
     Raises:
         LibraryError: without a library.
     """
-    ask = getattr(library(), "stof_cpu_bf16_gemm_kernel", None)
-    if ask is None:
-        return ""
-    ask.restype = ctypes.c_char_p
-    name: bytes = ask()
-    return name.decode()
+    return ask_name("stof_cpu_bf16_gemm_kernel") or ""

@@ -164,6 +164,20 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def ask_name(symbol: str) -> str | None:
+    """The text that a function of the plugin library without arguments gives; None: an earlier library lacks the function.
+
+    Raises:
+        LibraryError: without a library.
+    """
+    ask = getattr(library(), symbol, None)
+    if ask is None:
+        return None
+    ask.restype = ctypes.c_char_p
+    name: bytes = ask()
+    return name.decode()
+
+
 def build_info() -> dict[str, Any]:
     """Version, build id, backends and instruction set of the library."""
     info = json.loads(library().stof_build_info().decode())

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
-
-from stof.runtime.library import library
+from stof.runtime.library import ask_name
 
 
 def cpu_quantized_attention_kernel() -> str:
@@ -17,9 +15,4 @@ def cpu_quantized_attention_kernel() -> str:
     Raises:
         LibraryError: without a library.
     """
-    ask = getattr(library(), "stof_cpu_quantized_attention_kernel", None)
-    if ask is None:
-        return ""
-    ask.restype = ctypes.c_char_p
-    name: bytes = ask()
-    return name.decode()
+    return ask_name("stof_cpu_quantized_attention_kernel") or ""

@@ -76,7 +76,9 @@ class PrecisionReport(ReducedPrecisionReport):
         name = self.precision.name
         effects = [f"{' and '.join(counts)} compute matmuls in {name}"] if counts else []
         if self.mlps.reduced:  # their matmuls stay in fp32
-            effects.append(f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs read weights rounded to {name}")
+            effects.append(
+                f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs read weights rounded to {name}"
+            )
         if not effects:
             return f"{self.precision.option} changes nothing"
         return f"OUTPUTS CHANGE: {self.precision.option} lets {', and '.join(effects)}"

@@ -72,7 +72,7 @@ class ReducedPrecisionReport(ABC):
 
     @property
     def adds_operators(self) -> bool:
-        """Whether matmuls become operators that no op of the pipeline writes."""
+        """Whether the option alone adds operators (StofGemm)."""
         return False
 
     @abstractmethod

@@ -18,7 +18,7 @@ from stof.execution.ort_sessions import Sessions, VerifiedSession
 from stof.execution.run_failure import parse_failure
 from stof.execution.run_limits import LimitReached
 from stof.execution.session_process import RuntimeFailure
-from stof.execution.upcast import BF16, HALF, Twins, holds
+from stof.execution.upcast import BF16, HALF, Twins, holds, widen_feeds
 from stof.symbolic import Symbolic
 from stof.verification.perturb import Noisy
 from stof.verification.quantization import quantizer_noise
@@ -85,7 +85,7 @@ class VerifiedModels:
         """Inputs in the types in which models are run."""
         if self._twins is None:
             return dict(feed)
-        return {n: x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x for n, x in feed.items()}
+        return widen_feeds(feed)
 
     def widen_noise(self, noisy: Noisy) -> Noisy:
         """Noise in the type in which models are run."""

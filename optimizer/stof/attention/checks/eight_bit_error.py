@@ -49,22 +49,28 @@ class EightBitErrors:
 
 
 class ErrorSums:
-    """Sums over query rows of heads, in each precision beside fp64.
+    """Squared errors of outputs in each precision, and squared fp64 outputs, summed over heads.
+
+    Call :meth:`set_keys` once for each key head, then :meth:`add` for each of its query heads.
 
     Args:
         precisions: those to measure.
-        kind: the type of the site.
+        kind: the type of the site's tensors.
+
+    Attributes:
+        squares: the squared errors by the name of the precision.
+        exact_squares: the squared fp64 outputs.
     """
 
     def __init__(self, precisions: Sequence[EightBits], kind: np.dtype[Any]) -> None:
         schemes = {p.name: Scheme() if p.has_fp8 else replace(SCORES_ALONE, weight_type=kind) for p in precisions}
-        self.squares, self.wanted = dict.fromkeys(schemes, 0.0), 0.0
+        self.squares, self.exact_squares = dict.fromkeys(schemes, 0.0), 0.0
         self._schemes = {**schemes, "": FULL_PRECISION}
         self._made: dict[str, KeyValueHead] = {}
         self._kind = kind
 
-    def take_keys(self, key: np.ndarray, value: np.ndarray, real: np.ndarray | None) -> None:
-        """Quantizes keys [T, D] and values of the heads to come. real: which keys are not padding; None: all."""
+    def set_keys(self, key: np.ndarray, value: np.ndarray, real: np.ndarray | None) -> None:
+        """Quantizes the keys [T, D] and values of a key head. real: which keys are not padding; None: all."""
         k, v = (x.astype(np.float64) for x in (key, value))
         self._made = {name: KeyValueHead.of(k, v, scheme, real) for name, scheme in self._schemes.items()}
 
@@ -78,7 +84,7 @@ class ErrorSums:
         exact = outputs.pop("")
         for name, output in outputs.items():
             self.squares[name] += float(np.square(output.astype(self._kind).astype(np.float64) - exact).sum())
-        self.wanted += float(np.square(exact).sum())
+        self.exact_squares += float(np.square(exact).sum())
 
 
 def measure_eight_bits(
@@ -102,13 +108,13 @@ def measure_eight_bits(
     for b, h in (divmod(int(i), heads) for i in kept_heads):
         shared = h // (heads // site.kv_num_heads)
         if last != (b, shared):
-            sums.take_keys(key[b, shared], value[b, shared], None if real is None else real[b % len(real)])
+            sums.set_keys(key[b, shared], value[b, shared], None if real is None else real[b % len(real)])
             last = (b, shared)
         allowed = _allowed(site, arrays, sizes, (b, h, kept_rows))
         sums.add(query[b, h, kept_rows], site.scale, allowed, None if sink is None else sink[h])
         rows += len(kept_rows)
     shape = (batch, heads, site.kv_num_heads, queries, keys, query.shape[3])
-    return EightBitErrors(sums.squares, sums.wanted, rows, batch * heads * queries, shape)
+    return EightBitErrors(sums.squares, sums.exact_squares, rows, batch * heads * queries, shape)
 
 
 def choose_rows(heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:

@@ -29,11 +29,11 @@ def measure_eight_bits_of_step(step: CacheStep, precisions: Sequence[EightBits])
     for b, h in (divmod(int(i), heads) for i in kept_heads):
         sequence, shared = sequences[b], h // (heads // groups)
         if last != (b, shared):
-            sums.take_keys(sequence.keys[shared], sequence.values[shared], None)
+            sums.set_keys(sequence.keys[shared], sequence.values[shared], None)
             last = (b, shared)
         some = kept_rows[kept_rows < sequence.tokens]
         allowed = find_allowed(step, sequence, h, some)
         sums.add(sequence.query[h, some], step.scale or None, allowed, None if sink is None else float(sink[h]))
         rows += len(some)
     shape = (batch, heads, groups, queries, keys, sequences[0].query.shape[2])
-    return EightBitErrors(sums.squares, sums.wanted, rows, heads * sum(s.tokens for s in sequences), shape)
+    return EightBitErrors(sums.squares, sums.exact_squares, rows, heads * sum(s.tokens for s in sequences), shape)
