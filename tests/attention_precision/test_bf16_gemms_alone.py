@@ -51,6 +51,19 @@ def exact(path: Path, x: np.ndarray, *, is_rounded: bool) -> np.ndarray:
 
 
 @REAL
+def test_linear_layers_of_fixed_sizes_are_measured_on_drawn_inputs(tmp_path: Path) -> None:
+    """Padding changes nothing there, and one case stands for all."""
+    model = onnx.load(mlp(tmp_path / "model.onnx"))
+    for value, columns in ((model.graph.input[0], HIDDEN), (model.graph.output[0], 130)):
+        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [40, columns]))
+    onnx.save(model, tmp_path / "fixed.onnx")
+    report = run(tmp_path, tmp_path / "fixed.onnx", "--allow-bf16")[2]
+    rows = report["attention_precision"]["gemms"]["rows"]
+    assert [row["reduced"] for row in rows] == [True, True]
+    assert all(0 < row["relative_rms"] < 0.01 for row in rows)
+
+
+@REAL
 def test_linear_layers_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = mlp(tmp_path / "model.onnx")
     status, target, report = run(tmp_path, model, "--allow-bf16")

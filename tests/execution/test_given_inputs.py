@@ -173,6 +173,14 @@ def test_given_inputs_that_do_not_run_are_named(make: Callable[..., Path], tmp_p
         stof.optimize(make(), tmp_path / "out.onnx", inputs=wrong)
 
 
+def test_given_inputs_without_elements_are_named(make: Callable[..., Path], tmp_path: Path) -> None:
+    path = make("six = Constant <value = int64[2] {1, 6}> () place = Reshape (ids, six)")
+    with pytest.raises(
+        ArgumentError, match=r"does not run on them \(without elements: 'ids' has the shape \[1, 0\]\): "
+    ):
+        stof.optimize(path, tmp_path / "out.onnx", inputs={**feed(6), "ids": np.zeros((1, 0), np.int64)})
+
+
 def test_given_inputs_of_an_empty_batch_are_refused(make: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(
         ArgumentError, match=r"Python: every output is empty \(output 'y' has the shape \[0, 2, 6, 8\]\)"

@@ -55,6 +55,15 @@ def test_numbers_that_hardly_vary_are_comparable() -> None:
     assert not _compare(few, few + 0.5, few).comparable
 
 
+def test_numbers_beside_a_large_offset_may_differ_by_their_last_places() -> None:
+    """Their range is small, and legal runs may agree; a fault of their size is found all the same."""
+    plain = 300 + _numbers(2, 9, 40)
+    found = _compare(plain, plain, plain + 2 * np.spacing(np.float32(300)))
+    assert found.ok
+    assert found.comparable
+    assert not _compare(plain, plain, plain + np.float32(1e-3)).ok
+
+
 def test_numbers_that_rounding_flips_are_not_comparable() -> None:
     plain = np.arange(100)
     flipped, other = plain.copy(), plain.copy()

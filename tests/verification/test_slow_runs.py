@@ -257,6 +257,7 @@ def test_a_difference_without_time_for_noise_is_no_verdict_on_sites(
     path = narrow("bert.dynamo.sdpa")
     monkeypatch.setattr("stof.verification.verified_models._FLOOR", 0.0)
     monkeypatch.setattr("stof.verification.compare.MODEL_FACTOR", 0.0)
+    monkeypatch.setattr("stof.verification.compare._ULPS", 0.0)
     Runs(lambda _: 0.27 * TOTAL, monkeypatch)  # three runs fit, and a fourth does not
     assert _verify(path, "--chains", "off")[0] == 2
     errors = capsys.readouterr().err
@@ -291,6 +292,7 @@ def test_slow_inputs_leave_time_for_noise_of_quick_ones(
     path = narrow("bert.dynamo.sdpa")
     monkeypatch.setattr("stof.verification.verified_models._FLOOR", 0.0)
     monkeypatch.setattr("stof.verification.compare.MODEL_FACTOR", 0.0)
+    monkeypatch.setattr("stof.verification.compare._ULPS", 0.0)
     shapes: list[tuple[int, ...]] = []
 
     def seconds(feeds: Feeds) -> float:

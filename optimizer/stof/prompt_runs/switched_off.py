@@ -100,7 +100,7 @@ class SwitchedOffCheck:
 def draw_unpadded(inputs: ModelInputs) -> Iterator[Feed]:
     """Some sets of inputs without padding, each drawn when it is asked for; none where they cannot be drawn."""
     with suppress(KeyError, MemoryError, TypeError, ValueError, UnsupportedError, RuntimeFailure):
-        cases = [c for c in inputs.select_cases(_TOKENS) if c.padding is Padding.NONE]
+        cases = [c for c in inputs.select_cases(_TOKENS) if c.padding is Padding.NONE or not inputs.may_have_padding]
         for case in cases[:_MOST_CASES]:
             yield from inputs.draw([case])
 

@@ -11,7 +11,8 @@ import numpy as np
 from stof.execution.case import Case
 from stof.verification.result import Comparison, Coverage
 
-MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range
+MODEL_FACTOR = 4.0  # difference ≤ 4 × that of two legal runs + 1e-6 of the output's range, or 4 ulp
+_ULPS = 4.0 * 2.0**-23  # of the largest number; numbers that are nearly the same have a small range
 _ENOUGH = 64  # elements whose range tells how large an output is
 _MOST_ALLOWED = 0.1  # of an output's spread: more allows anything, and compares nothing
 _LEAST_SPREAD = 0.01  # of the largest number, of numbers that are nearly the same
@@ -149,7 +150,7 @@ def _compare(
     rounded_by = [_largest_difference(plain, x, good) for x in legal]
     for x in expanded[1:]:
         rounded_by.append(_largest_difference(expanded[0], x, good & np.isfinite(expanded[0]) & np.isfinite(x)))
-    budget = MODEL_FACTOR * max(rounded_by, default=0.0) + floor * span
+    budget = max(MODEL_FACTOR * max(rounded_by, default=0.0) + floor * span, _ULPS * largest)
     # Any legal run may be the nearest one.
     difference = min(_largest_difference(optimized, x, good) for x in (plain, *legal))
     spread = max(_deviation(plain, good) if compared >= _ENOUGH else largest, _LEAST_SPREAD * largest)

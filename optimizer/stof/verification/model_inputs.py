@@ -91,14 +91,19 @@ class ModelInputs:
         drawn = [self._limit_rows(case, tokens) for case in sized]
         return [*user_cases, *self._drop_repetitions(drawn)]
 
+    @property
+    def may_have_padding(self) -> bool:
+        """Whether a case's padding may change its inputs: some are no floats, or are drawn by it."""
+        maker = self.maker
+        has_others = any(v.type.tensor_type.elem_type not in _FLOATS for v in maker.inputs)
+        return has_others or bool(maker.pads or maker.switches)
+
     def _drop_repetitions(self, cases: Sequence[Case]) -> list[Case]:
         """One case of each kind of inputs: where all sizes are fixed, lengths and padding may change nothing."""
-        maker = self.maker
-        is_padded = any(v.type.tensor_type.elem_type not in _FLOATS for v in maker.inputs)
-        is_padded = is_padded or bool(maker.pads or maker.switches)
         case_by_kind: dict[object, Case] = {}
         for case in cases:
-            kind = tuple(sorted(maker.sizes(case).items())), case.counts, case.padding if is_padded else None
+            padding = case.padding if self.may_have_padding else None
+            kind = tuple(sorted(self.maker.sizes(case).items())), case.counts, padding
             case_by_kind.setdefault(kind, case)
         return list(case_by_kind.values())
 

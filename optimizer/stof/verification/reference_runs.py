@@ -244,7 +244,11 @@ class _Reference:
             except RuntimeFailure as error:
                 case = self.verifier.cases[i]
                 if case.source:
-                    raise ArgumentError(f"inputs {case.source}: the model does not run on them: {error}") from error
+                    empty = [f"{n!r} has the shape {list(x.shape)}" for n, x in self.feeds[i].items() if not x.size]
+                    why = f" (without elements: {', '.join(empty)})" if empty else ""
+                    raise ArgumentError(
+                        f"inputs {case.source}: the model does not run on them{why}: {error}"
+                    ) from error
                 inputs, model = self.verifier.inputs, self.models.reference
                 may_redraw = may_redraw and not self.limits.is_over()
                 is_narrowed = may_redraw and inputs.narrow(model, str(error), case, self.feeds[i])
