@@ -153,17 +153,17 @@ inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, cons
 // Applies an epilogue in fp16 or bf16 to blocks of one panel: in fp32, and rounded once.
 class NarrowPanel {
  public:
-  // For columns [n0, n0 + width) of an output [M, N].
-  NarrowPanel(const CpuNarrowOperands& operands, int64_t n0, int64_t width, int64_t N)
+  // For columns [n0, n0 + columns) of an output [M, N].
+  NarrowPanel(const CpuNarrowOperands& operands, int64_t n0, int64_t columns, int64_t N)
       : operands_(operands),
         n0_(n0),
-        width_(width),
+        columns_(columns),
         N_(N),
         // All members are given: a default constructor would be one symbol of many instruction sets.
         fp32_epilogue_{operands.epilogue->activation,
-                       ReadColumns(operands.epilogue->bias0, columns_[0]),
-                       ReadColumns(operands.epilogue->bias1, columns_[1]),
-                       ReadColumns(operands.epilogue->scale, columns_[2]),
+                       ReadColumns(operands.epilogue->bias0, vectors_[0]),
+                       ReadColumns(operands.epilogue->bias1, vectors_[1]),
+                       ReadColumns(operands.epilogue->scale, vectors_[2]),
                        operands.epilogue->row != nullptr ? row_ : nullptr,
                        operands.epilogue->residual != nullptr ? residual_ : nullptr} {}
 
@@ -172,12 +172,12 @@ class NarrowPanel {
     const auto& e = *operands_.epilogue;
     if (e.row != nullptr) ToFloats(e.row + m0, operands_.dtype, rows, row_);
     for (int64_t i = 0; i < rows && e.residual != nullptr; ++i) {
-      ToFloats(e.residual + (m0 + i) * N_ + n0_, operands_.dtype, width_, residual_ + i * kPanelColumns);
+      ToFloats(e.residual + (m0 + i) * N_ + n0_, operands_.dtype, columns_, residual_ + i * kPanelColumns);
     }
     const EpilogueBlock block = {first, second, kPanelColumns, kPanelColumns, output_};
-    ApplyEpilogue(fp32_epilogue_, block, 0, 0, rows, width_, kPanelColumns);
+    ApplyEpilogue(fp32_epilogue_, block, 0, 0, rows, columns_, kPanelColumns);
     for (int64_t i = 0; i < rows; ++i) {
-      FromFloats(output_ + i * kPanelColumns, operands_.dtype, width_, operands_.output + (m0 + i) * N_ + n0_);
+      FromFloats(output_ + i * kPanelColumns, operands_.dtype, columns_, operands_.output + (m0 + i) * N_ + n0_);
     }
   }
 
@@ -185,13 +185,13 @@ class NarrowPanel {
   // This panel's columns of a vector [N] in fp32; nullptr where it is absent.
   const float* ReadColumns(const uint16_t* from, float* to) const {
     if (from == nullptr) return nullptr;
-    ToFloats(from + n0_, operands_.dtype, width_, to);
+    ToFloats(from + n0_, operands_.dtype, columns_, to);
     return to;
   }
 
   const CpuNarrowOperands& operands_;
-  const int64_t n0_, width_, N_;
-  float columns_[3][kPanelColumns];
+  const int64_t n0_, columns_, N_;
+  float vectors_[3][kPanelColumns];
   float row_[kMostRows];
   float residual_[kMostRows * kPanelColumns];
   float output_[kMostRows * kPanelColumns];
@@ -227,9 +227,9 @@ void SumPanel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t 
 
 void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace) {
   const CpuPackedGemmArgs& args = *p.args;
-  const int64_t n0 = panel * kPanelColumns, width = Min(kPanelColumns, p.N - n0);
+  const int64_t n0 = panel * kPanelColumns, columns = Min(kPanelColumns, p.N - n0);
   if (args.narrow.epilogue != nullptr) {
-    NarrowPanel narrow(args.narrow, n0, width, p.N);
+    NarrowPanel narrow(args.narrow, n0, columns, p.N);
     const auto finish = [&](int64_t row, int64_t count, const float* first, const float* second) {
       narrow.Apply(row, count, first, second);
     };
@@ -238,12 +238,13 @@ void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int6
   const auto finish = [&](int64_t row, int64_t count, const float* first, const float* second) {
     if (args.epilogue != nullptr) {
       const EpilogueBlock block = {first, second, kPanelColumns, kPanelColumns, args.output[0] + row * p.N + n0};
-      return ApplyEpilogue(*args.epilogue, block, row, n0, count, width, p.N);
+      return ApplyEpilogue(*args.epilogue, block, row, n0, count, columns, p.N);
     }
     const float* const sums[2] = {first, second};
     for (int64_t i = 0; i < p.products; ++i) {
       for (int64_t r = 0; r < count; ++r) {
-        std::memcpy(args.output[i] + (row + r) * p.N + n0, sums[i] + r * kPanelColumns, static_cast<size_t>(width) * 4);
+        std::memcpy(args.output[i] + (row + r) * p.N + n0, sums[i] + r * kPanelColumns,
+                    static_cast<size_t>(columns) * 4);
       }
     }
   };
