@@ -12,6 +12,9 @@
 namespace stof {
 namespace cpu {
 
+// Whether kernels of this set use tile registers.
+inline bool NeedsTilePermission(CpuIsa isa) { return isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16; }
+
 // The best set up to `isa` that has kernels of its own in this member of the table; none where the table has none.
 // Those of AMX need a permission of the process, which is asked for here; where it is refused, the set before them.
 template <typename Kernels>
@@ -24,8 +27,8 @@ std::optional<CpuIsa> FindIsaOfKernels(CpuIsa isa, const Kernels* KernelTable::*
     if (KernelsOf(before).*kernels != own) break;
     isa = before;
   }
-  const bool has_tiles = isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16;
-  if (!has_tiles || MayUseTiles()) return isa;
+  if (!NeedsTilePermission(isa) || MayUseTiles()) return isa;
+  // kAvx512Bf16 is the last set without tile registers.
   return FindIsaOfKernels(CpuIsa::kAvx512Bf16, kernels);
 }
 

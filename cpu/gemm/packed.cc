@@ -3,25 +3,21 @@
 #include "cpu/gemm/packed.h"
 
 #include <algorithm>
-#include <new>
 
 #include "cpu/gemm/packed_bf16.h"
 #include "cpu/kernel_table.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/base/parallel_for.h"
-#include "plugins/core/host/platform.h"
+#include "plugins/core/host/huge_pages.h"
 
 namespace stof {
 namespace {
 
-constexpr size_t kHugePage = size_t{1} << 21;
 constexpr double kTaskOperations = 4e5;  // some 5 us
 
 }  // namespace
 
-void CpuPackedWeights::Free::operator()(char* panels) const {
-  ::operator delete[](panels, std::align_val_t(kHugePage));
-}
+void CpuPackedWeights::Free::operator()(char* panels) const { FreeHugePages()(panels); }
 
 bool CpuPackedWeights::DoesPay(CpuIsa isa, int64_t N, int64_t K) {
   // Narrow weights would be mostly zeros.
@@ -74,13 +70,8 @@ bool CpuPackedWeights::PackNarrow(CpuIsa isa, DType dtype, const uint16_t* b0, c
 }
 
 bool CpuPackedWeights::Allocate(int64_t bytes) {
-  const auto size = static_cast<size_t>(bytes);
-  void* const memory = ::operator new[](size, std::align_val_t(kHugePage), std::nothrow);
-  if (memory == nullptr) return false;
-  panels_.reset(static_cast<char*>(memory));
-  // Weights come from memory in every run, and a table of pages of 4 KiB for all of them fits no cache.
-  AdviseHugePages(memory, size / kHugePage * kHugePage);
-  return true;
+  panels_.reset(static_cast<char*>(AllocateHugePages(static_cast<size_t>(bytes))));
+  return panels_ != nullptr;
 }
 
 size_t CpuPackedGemmWorkspace(int threads) {

@@ -2,7 +2,6 @@
 // GEMM by panels of constant weights with factors in bf16, fp32 sums, and the epilogue while sums are in the cache.
 #define STOF_BF16_MATMULS
 #include <cstring>
-#include <optional>
 
 #include "cpu/gemm/epilogue.h"
 #include "cpu/gemm/packed_bf16.h"
@@ -154,54 +153,58 @@ inline void Sums(int64_t rows, int64_t width, const Bf16* a, int64_t depth, cons
 // Applies an epilogue in fp16 or bf16 to blocks of one panel: in fp32, and rounded once.
 class NarrowPanel {
  public:
-  // Columns n0 to n0 + wide of an output with N.
-  NarrowPanel(const CpuNarrowOperands& operands, int64_t n0, int64_t wide, int64_t N)
-      : operands_(operands), n0_(n0), wide_(wide), N_(N) {
-    const auto& e = *operands.epilogue;
-    wide_epilogue_.activation = e.activation;
-    wide_epilogue_.bias0 = Widen(e.bias0, columns_[0]), wide_epilogue_.bias1 = Widen(e.bias1, columns_[1]);
-    wide_epilogue_.scale = Widen(e.scale, columns_[2]);
-  }
+  // For columns [n0, n0 + columns) of an output [M, N].
+  NarrowPanel(const CpuNarrowOperands& operands, int64_t n0, int64_t columns, int64_t N)
+      : operands_(operands),
+        n0_(n0),
+        columns_(columns),
+        N_(N),
+        // All members are given: a default constructor would be one symbol of many instruction sets.
+        fp32_epilogue_{operands.epilogue->activation,
+                       ReadColumns(operands.epilogue->bias0, vectors_[0]),
+                       ReadColumns(operands.epilogue->bias1, vectors_[1]),
+                       ReadColumns(operands.epilogue->scale, vectors_[2]),
+                       operands.epilogue->row != nullptr ? row_ : nullptr,
+                       operands.epilogue->residual != nullptr ? residual_ : nullptr} {}
 
   // Rows m0 to m0 + rows; sums are kPanelColumns apart.
   void Apply(int64_t m0, int64_t rows, const float* first, const float* second) {
     const auto& e = *operands_.epilogue;
-    if (e.row != nullptr) {
-      ToFloats(e.row + m0, operands_.dtype, rows, row_);
-      wide_epilogue_.row = row_;
-    }
+    if (e.row != nullptr) ToFloats(e.row + m0, operands_.dtype, rows, row_);
     for (int64_t i = 0; i < rows && e.residual != nullptr; ++i) {
-      ToFloats(e.residual + (m0 + i) * N_ + n0_, operands_.dtype, wide_, residual_ + i * kPanelColumns);
-      wide_epilogue_.residual = residual_;
+      ToFloats(e.residual + (m0 + i) * N_ + n0_, operands_.dtype, columns_, residual_ + i * kPanelColumns);
     }
     const EpilogueBlock block = {first, second, kPanelColumns, kPanelColumns, output_};
-    ApplyEpilogue(wide_epilogue_, block, 0, 0, rows, wide_, kPanelColumns);
+    ApplyEpilogue(fp32_epilogue_, block, 0, 0, rows, columns_, kPanelColumns);
     for (int64_t i = 0; i < rows; ++i) {
-      FromFloats(output_ + i * kPanelColumns, operands_.dtype, wide_, operands_.output + (m0 + i) * N_ + n0_);
+      FromFloats(output_ + i * kPanelColumns, operands_.dtype, columns_, operands_.output + (m0 + i) * N_ + n0_);
     }
   }
 
  private:
-  const float* Widen(const uint16_t* from, float* to) const {
+  // This panel's columns of a vector [N] in fp32; nullptr where it is absent.
+  const float* ReadColumns(const uint16_t* from, float* to) const {
     if (from == nullptr) return nullptr;
-    ToFloats(from + n0_, operands_.dtype, wide_, to);
+    ToFloats(from + n0_, operands_.dtype, columns_, to);
     return to;
   }
 
   const CpuNarrowOperands& operands_;
-  const int64_t n0_, wide_, N_;
-  CpuGemmEpilogue wide_epilogue_;
-  float columns_[3][kPanelColumns];
+  const int64_t n0_, columns_, N_;
+  float vectors_[3][kPanelColumns];
   float row_[kMostRows];
   float residual_[kMostRows * kPanelColumns];
   float output_[kMostRows * kPanelColumns];
+  const CpuGemmEpilogue fp32_epilogue_;
 };
 
-void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace) {
+// finish(row, count, first, second): what is done with the sums of `count` rows from this row of the output on, while
+// they are in the cache. second: nullptr where there is one matmul.
+template <typename Finish>
+void SumPanel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace,
+              const Finish& finish) {
   const ConfiguredTiles tiles(kWholeDepthBytes);
-  const CpuPackedGemmArgs& args = *p.args;
-  const int64_t depth = PaddedDepth(p.K), n0 = panel * kPanelColumns;
-  const int64_t wide = Min(kPanelColumns, p.N - n0), width = PanelWidth(wide);
+  const int64_t depth = PaddedDepth(p.K), width = PanelWidth(Min(kPanelColumns, p.N - panel * kPanelColumns));
   const auto* const panels = reinterpret_cast<const Bf16*>(p.panels + panel * p.products * depth * kPanelColumns);
   const auto* a = reinterpret_cast<const Bf16*>(p.rounded) + m0 * depth;
   // Few tiles leave no time for a prefetch, and the hardware prefetches what is read in order.
@@ -209,8 +212,6 @@ void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int6
   const int64_t step = row_tiles < 4 ? 0 : RoundUp((kDepthStep * width * 2 + row_tiles - 1) / row_tiles, 64);
   const auto* next = reinterpret_cast<const char*>(panels + p.products * depth * width);
   float* const c[2] = {workspace, workspace + kMostRows * kPanelColumns};
-  std::optional<NarrowPanel> narrow;
-  if (args.narrow.epilogue != nullptr) narrow.emplace(args.narrow, n0, wide, p.N);
   for (int64_t m = 0; m < rows;) {
     // As many rows in each of the last tiles, give or take one; tile registers have theirs whole.
     const int64_t rest = (rows - m + kMostRows - 1) / kMostRows;
@@ -219,20 +220,35 @@ void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int6
       Sums(count, width, a, depth, panels + i * depth * width, c[i], {next, step});
       next += step * (depth / kDepthStep);
     }
-    const int64_t row = p.first + m0 + m;
-    if (args.epilogue != nullptr) {
-      const EpilogueBlock block = {c[0], p.products > 1 ? c[1] : nullptr, kPanelColumns, kPanelColumns,
-                                   args.output[0] + row * p.N + n0};
-      ApplyEpilogue(*args.epilogue, block, row, n0, count, wide, p.N);
-    }
-    if (narrow.has_value()) narrow->Apply(row, count, c[0], p.products > 1 ? c[1] : nullptr);
-    for (int64_t i = 0; i < p.products && args.epilogue == nullptr && !narrow.has_value(); ++i) {
-      for (int64_t r = 0; r < count; ++r) {
-        std::memcpy(args.output[i] + (row + r) * p.N + n0, c[i] + r * kPanelColumns, static_cast<size_t>(wide) * 4);
-      }
-    }
+    finish(p.first + m0 + m, count, c[0], p.products > 1 ? c[1] : nullptr);
     m += count, a += count * depth;
   }
+}
+
+void RunBf16Panel(const PackedGemmBf16Problem& p, int64_t m0, int64_t rows, int64_t panel, float* workspace) {
+  const CpuPackedGemmArgs& args = *p.args;
+  const int64_t n0 = panel * kPanelColumns, columns = Min(kPanelColumns, p.N - n0);
+  if (args.narrow.epilogue != nullptr) {
+    NarrowPanel narrow(args.narrow, n0, columns, p.N);
+    const auto finish = [&](int64_t row, int64_t count, const float* first, const float* second) {
+      narrow.Apply(row, count, first, second);
+    };
+    return SumPanel(p, m0, rows, panel, workspace, finish);
+  }
+  const auto finish = [&](int64_t row, int64_t count, const float* first, const float* second) {
+    if (args.epilogue != nullptr) {
+      const EpilogueBlock block = {first, second, kPanelColumns, kPanelColumns, args.output[0] + row * p.N + n0};
+      return ApplyEpilogue(*args.epilogue, block, row, n0, count, columns, p.N);
+    }
+    const float* const sums[2] = {first, second};
+    for (int64_t i = 0; i < p.products; ++i) {
+      for (int64_t r = 0; r < count; ++r) {
+        std::memcpy(args.output[i] + (row + r) * p.N + n0, sums[i] + r * kPanelColumns,
+                    static_cast<size_t>(columns) * 4);
+      }
+    }
+  };
+  SumPanel(p, m0, rows, panel, workspace, finish);
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ inline EmptyRows PolicyOf(const QuantizedProblem& p) {
   return p.args->attention.shape.T == 0 ? EmptyRows::kZero : p.args->attention.mask.empty_rows;
 }
 
-// Bytes of the depth of the last tile registers, where there are some: what is left of a row of queries.
+// Bytes of a query row behind its last whole 64: the depth of tiles 6 and 7. 64 where nothing is left.
 inline int LastDepthBytes(const QuantizedProblem& p) {
   const auto left = static_cast<int>(4 * p.key_words % kWholeDepthBytes);
   return left > 0 ? left : kWholeDepthBytes;

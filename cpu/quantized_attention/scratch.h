@@ -35,7 +35,7 @@ struct StripTile {
 };
 
 // The rows of a tile row, and the tiles that they visit. Tiles of visited ones lie one behind the other: [m rows,
-// keys]. m is here padded to whole register blocks.
+// keys]. m stands for padded_m: rows of whole register blocks.
 struct RowScratch {
   int64_t padded_m;
   ScoreCodeTables* tables;

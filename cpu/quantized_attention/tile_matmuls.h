@@ -20,7 +20,7 @@ inline void MultiplyTile(const QuantizedProblem& p, const RowScratch& s, int64_t
   const int64_t at = head * p.key_tiles + tile, size = 4 * p.key_words;
   const int8_t* const keys = p.keys + at * kTileKeys * size;
   const int32_t* const key_sums = p.key_sums + at * kTileKeys;
-  int32_t key_terms[kTileKeys];  // a copy: sums that are stored are none of these
+  int32_t key_terms[kTileKeys];  // a local copy, so that the compiler knows it does not alias products
   Copy(key_sums, key_sums + kTileKeys, key_terms);
   const uint8_t* const queries = s.queries + row * size;
   STOF_STORE_FOR_TILES();

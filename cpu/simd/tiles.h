@@ -26,12 +26,14 @@ namespace {
 #if defined(STOF_TILES)
 constexpr bool kHasTiles = true;
 
-// Tiles 0 to 3: sums, 16 rows of 16 words. 4 and 5: factors of the whole depth, 16 rows of 64 bytes: of rows, and of
-// words of columns, which are four bytes along the sum. 6 and 7: factors of the depth of ConfiguredTiles, 16 rows of so
-// many bytes and so many words of 16 columns.
+// The tile registers. K is the axis that a product sums over; a register has 64 bytes of it.
+//   0 to 3  sums    [16 rows, 16 columns] of 4 bytes
+//   4       left    [16 rows, 64 bytes of K]
+//   5       right   [16 groups of 4 bytes of K, 16 columns]
+//   6, 7    as 4 and 5, with last_depth_bytes of K (ConfiguredTiles)
 constexpr int kSumRows = 16, kSumColumns = 16;
 #if defined(STOF_BF16_MATMULS)
-constexpr int kTileDepth = 32;
+constexpr int kTileDepth = 32;  // elements of K in 64 bytes
 #else
 constexpr int kTileDepth = 64;
 #endif
@@ -49,8 +51,8 @@ inline void ZeroSumTiles() {
   if constexpr (kBlock > 3) _tile_zero(3);
 }
 
-// Adds the products of 16 rows and kBlock blocks of 16 columns over the whole depth. Steps are bytes: between rows,
-// words of columns, blocks.
+// Adds the products of 16 rows and kBlock blocks of 16 columns over kTileDepth elements of K. Steps are bytes: between
+// rows, groups of K, blocks.
 template <int kBlock>
 inline void AddTileProducts(const void* left, int64_t left_step, const void* right, int64_t right_step,
                             int64_t block_step) {
@@ -72,7 +74,7 @@ inline void AddTileProducts(const void* left, int64_t left_step, const void* rig
   }
 }
 
-// Likewise over the depth of tiles 6 and 7.
+// Likewise over last_depth_bytes of K.
 template <int kBlock>
 inline void AddLastTileProducts(const void* left, int64_t left_step, const void* right, int64_t right_step,
                                 int64_t block_step) {
@@ -94,9 +96,9 @@ inline void AddLastTileProducts(const void* left, int64_t left_step, const void*
   }
 }
 
-// Adds the products of kRows blocks of 16 rows and kBlock blocks of 16 columns, each 1 or 2, over the whole depth: sums
-// of row block i and column block j are in tile 2 i + j. A factor's block is 1 KiB that lies together; its blocks are
-// so many bytes apart.
+// Adds the products of kRows blocks of 16 rows and kBlock blocks of 16 columns, each 1 or 2, over kTileDepth elements
+// of K. Sums of row block i and column block j are in tile 2 i + j. Tiles 6 and 7 need all 64 bytes of K. A factor's
+// block is 1 KiB that lies together; its blocks are so many bytes apart.
 template <int kRows, int kBlock>
 inline void AddTileGrid(const void* left, int64_t left_block, const void* right, int64_t right_block) {
   const char *const a = static_cast<const char*>(left), *const b = static_cast<const char*>(right);
@@ -136,14 +138,14 @@ inline void StoreTileGrid(float* to, int64_t step) {
 constexpr bool kHasTiles = false;
 #endif
 
-// Bytes of a row of tiles along the sum.
+// Bytes of K in a tile register.
 constexpr int kHalfDepthBytes = 32, kWholeDepthBytes = 64;
 
 // Tiles are configured as long as it lives. Without tiles it does nothing.
 class ConfiguredTiles {
  public:
-  // last: bytes of the depth of tiles 6 and 7, whole words.
-  explicit ConfiguredTiles([[maybe_unused]] int last = kHalfDepthBytes) {
+  // last_depth_bytes: of K in tiles 6 and 7, a multiple of 4.
+  explicit ConfiguredTiles([[maybe_unused]] int last_depth_bytes = kHalfDepthBytes) {
 #if defined(STOF_TILES)
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -151,7 +153,8 @@ class ConfiguredTiles {
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 0};
     } config;
     static_assert(sizeof(config) == 64);
-    config.row_bytes[6] = static_cast<uint16_t>(last), config.rows[7] = static_cast<uint8_t>(last / 4);
+    config.row_bytes[6] = static_cast<uint16_t>(last_depth_bytes);
+    config.rows[7] = static_cast<uint8_t>(last_depth_bytes / 4);
     STOF_STORE_FOR_TILES();
     _tile_loadconfig(&config);
 #endif

@@ -185,7 +185,7 @@ class RowGroup {
   }
 
   void RunTile(int64_t k0, int64_t depth) {
-    // A single tile reads each value once.
+    // A single tile reads each value once: converting to a buffer first would cost a pass.
     if (p_.rows.bits == 0 && p_.tokens <= kDotTokens) {
       return WithElement(p_.rows.dtype, [&](auto element) {
         using E = decltype(element);

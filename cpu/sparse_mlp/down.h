@@ -12,15 +12,14 @@ namespace stof {
 namespace cpu {
 namespace {
 
-// Rows of fp32 are added where they lie, and of fp16 and bf16 those of the tokens of a tile: few tokens add kDownRows
-// whole rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
+// fp32 rows are read in place, as are fp16 and bf16 rows where one tile has all tokens. Few tokens add kDownRows whole
+// rows at a time, others kPieceColumns columns of kGroupRows rows, which stay in the L1 cache for all tokens.
 constexpr int kDownRows = 8;
 constexpr int64_t kFewTokens = 4, kGroupRows = 16, kPieceColumns = 256;
 // The sums of all tokens stay in the L2 cache: so many bytes of them, but kLeastColumns columns, since short pieces of
 // rows come from memory more slowly.
 constexpr int64_t kSumBytes = 1 << 20, kLeastColumns = 1024;
-// Other rows are converted first, once for all tokens: pieces of kMostGroupRows rows, a bit
-// each of a word.
+// Other rows are converted once for all tokens, kMostGroupRows at a time: a 64-bit word has a bit for each.
 constexpr int64_t kMostGroupRows = 64, kConvertedColumns = 512;
 constexpr int kDownVectors = 2;  // of a tile of columns and tokens
 constexpr int kDownTokens = Simd::kDownTokens;

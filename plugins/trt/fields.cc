@@ -15,7 +15,7 @@ using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
 constexpr int32_t kMostFields = 256;
-constexpr size_t kMostName = 256, kMostQuoted = 64;
+constexpr size_t kMostName = 256;
 constexpr int32_t kMostNumbers = 64;  // of a list
 constexpr int64_t kMostElements = int64_t{1} << 31;
 

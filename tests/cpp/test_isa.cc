@@ -8,6 +8,7 @@
 
 #include "cpu/attention/bf16_kernels.h"
 #include "cpu/isa.h"
+#include "cpu/isa_of_kernels.h"
 #include "cpu/kernel_table.h"
 #include "cpu/tile_permission.h"
 #include "cpu/x86_features.h"
@@ -132,7 +133,7 @@ TEST(Bf16KernelsOfEachSet) {
   int kernels = 0;
   for (int i = 0; i <= static_cast<int>(CpuIsa::kNeonBf16); ++i) {
     const auto isa = static_cast<CpuIsa>(i);
-    const bool has_tiles = isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16;
+    const bool has_tiles = cpu::NeedsTilePermission(isa);
     if (!IsCpuIsaSupported(isa) && !has_tiles) continue;
     const std::optional<CpuIsa> found = IsaOfBf16Kernels(isa);
     CHECK(found.has_value() == (cpu::KernelsOf(isa).attention_bf16 != nullptr), CpuIsaName(isa));
@@ -151,7 +152,7 @@ TEST(QuantizedAttentionKernelsOfEachSet) {
   const auto kernels_of = [](CpuIsa isa) { return cpu::KernelsOf(isa).quantized_attention; };
   for (int i = 0; i <= static_cast<int>(CpuIsa::kNeonBf16); ++i) {
     const auto isa = static_cast<CpuIsa>(i);
-    const bool has_tiles = isa == CpuIsa::kAmxInt8 || isa == CpuIsa::kAmxBf16;
+    const bool has_tiles = cpu::NeedsTilePermission(isa);
     if (!IsCpuIsaSupported(isa) && !has_tiles) continue;
     const CpuIsa found = IsaOfQuantizedAttention(isa);
     // Without the permission for tiles, those of avx512_bf16 run, which are those of avx512_vbmi.

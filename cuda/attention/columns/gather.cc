@@ -36,7 +36,8 @@ bool ChooseGathered(const AttentionArgs& args, const Tensor* pad, const Attentio
   // The same SkipDistance: copies are no further keys.
   gathered->args.scores.skip_threshold *= static_cast<float>(rows) / static_cast<float>(args.shape.T);
   gathered->args.scores.block_threshold = 0.0f;  // blocks are of neighbours
-  if (args.kv.key_ends != nullptr) {             // these count no copies in front of the keys: full precision
+  // key_ends does not count the gathered columns in front of the keys, so 8-bit kernels would drop the last keys.
+  if (args.kv.key_ends != nullptr) {
     gathered->args.kv.key_ends = nullptr;
     gathered->args.precision = AttentionPrecision::kFull;
   }

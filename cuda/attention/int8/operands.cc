@@ -15,8 +15,8 @@ Status PlaceOperands(AttentionJob* job, const AttentionParams& attention, bool h
   }
   *params = DescribeOperands(attention, shape, has_fp8_values, memory);
   params->key_ends = job->args().kv.key_ends;
-  // The mask of a first prompt is constant, and rows of padding attend padding. One that reads the lengths allows no
-  // key behind them.
+  // A mask made on the device reads the lengths and allows no key behind them. The constant mask of a first prompt lets
+  // padded queries attend padded keys.
   params->skips_tiles = !job->mask().parts.dynamic.empty();
   return Status();
 }

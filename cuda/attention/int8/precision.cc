@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/attention/decode/api.h"
 #include "cuda/attention/int8/layout.h"
 
 namespace stof {
@@ -13,7 +14,8 @@ AttentionPrecision Int8PrecisionOf(const AttentionArgs& args) {
   const AttentionShape& shape = args.shape;
   const ScoreArgs& scores = args.scores;
   const bool is_16_bit = shape.dtype == DType::kF16 || shape.dtype == DType::kBF16;
-  const bool fits = is_16_bit && !IsQuantized(shape.kv_dtype) && shape.D == shape.Dv &&
+  // Decode kernels compute few queries.
+  const bool fits = is_16_bit && shape.S > kDecodeQueries && !IsQuantized(shape.kv_dtype) && shape.D == shape.Dv &&
                     (shape.D == 64 || shape.D == 128) && shape.T > 0 && scores.scale > 0.0f && scores.softcap == 0.0f &&
                     scores.bias.data == nullptr && scores.relative_bias.table == nullptr &&
                     !scores.has_relative_tables() && scores.skip_threshold == 0.0f && scores.block_threshold == 0.0f;

@@ -11,8 +11,8 @@ namespace stof {
 namespace cuda {
 
 // The precision that the problem's kernel may have: AttentionArgs::precision, or kFull where no kernel with 8-bit
-// operands computes the problem. AttentionJob::Describe adds what depends on the device and the padding, and the choice
-// of the kernel prefers decode kernels for few queries.
+// operands computes the problem, decoding included. AttentionJob::Describe adds what depends on the device and the
+// padding.
 AttentionPrecision Int8PrecisionOf(const AttentionArgs& args);
 
 // An upper bound of the bytes of 8-bit operands for these arguments and smaller ones.

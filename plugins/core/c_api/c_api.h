@@ -131,8 +131,8 @@ STOF_EXPORT void stof_reset_skip_counts(void);
 STOF_EXPORT const char* stof_cpu_bf16_kernel(void);
 /* The same of GEMMs (StofGemm) by constant weights. */
 STOF_EXPORT const char* stof_cpu_bf16_gemm_kernel(void);
-/* The same of attention over codes of 8 bits (StofQuantizedAttention), which every machine has: "portable" to
- * "amx_int8". */
+/* The same of attention over codes of 8 bits (StofQuantizedAttention), which every machine has: the name of a set of
+ * STOF_CPU_ISA. */
 STOF_EXPORT const char* stof_cpu_quantized_attention_kernel(void);
 
 /* On a CUDA device. First the constants (the tables of a mask), once: all inputs, constant ones with data in host

@@ -90,6 +90,8 @@ inline std::string Escape(std::string_view text, size_t head, size_t tail = 0) {
   return shown;
 }
 
+constexpr size_t kMostQuoted = 64;  // bytes of an attribute in a message
+
 // A found text in quotes, escaped and cut.
 inline std::string Quote(std::string_view text, size_t most = 24) { return "'" + Escape(text, most) + "'"; }
 

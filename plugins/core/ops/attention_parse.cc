@@ -14,8 +14,6 @@ namespace {
 
 using Limits = AttentionLimits;
 
-constexpr size_t kMostQuoted = 64;  // bytes of an attribute in a message
-
 Status ParseLayouts(const std::string& text, std::array<TensorLayout, 4>* layouts) {
   const std::vector<std::string> words = SplitWords(text);
   if (words.size() != 1 && words.size() != 4) {

@@ -12,7 +12,6 @@
 namespace stof {
 namespace {
 
-constexpr size_t kMostQuoted = 64;
 constexpr int64_t kMostDifferences = int64_t{1} << 23;
 // Evaluations of nodes for one table: some seconds, which a run cannot interrupt.
 constexpr int64_t kMostEvaluations = int64_t{1} << 30;

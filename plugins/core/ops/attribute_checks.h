@@ -59,11 +59,10 @@ inline Status ParseBlockThreshold(const AttributeReader& attributes, float* thre
 inline Status ParsePrecision(const AttributeReader& attributes, AttentionPrecision* precision) {
   std::string text;
   attributes.String("precision", &text);
-  constexpr size_t kMostShown = 64;  // bytes of it
   static constexpr const char* kPrecisions[] = {"", "int8", "int8_fp8"};
   const auto* found = std::find(std::begin(kPrecisions), std::end(kPrecisions), text);
   if (found == std::end(kPrecisions)) {
-    return UnexpectedAttribute("precision", Quote(text, kMostShown), "nothing, int8 or int8_fp8");
+    return UnexpectedAttribute("precision", Quote(text, kMostQuoted), "nothing, int8 or int8_fp8");
   }
   *precision = static_cast<AttentionPrecision>(found - std::begin(kPrecisions));
   return Status();

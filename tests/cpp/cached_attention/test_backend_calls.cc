@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/int8/precision.h"
 #include "plugins/core/contract/attention.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/ops/cached_attention/cached_attention.h"
@@ -108,7 +109,7 @@ Call RunNode(const char* precision, int64_t S, int32_t total, const char* mask, 
 
 void CheckReduced(const Call& call, AttentionPrecision precision, const std::string& where) {
   const AttentionArgs& args = call.attention;
-  CHECK(args.precision == precision, where);
+  CHECK(args.precision == precision && cuda::Int8PrecisionOf(args) == precision, where);
   CHECK(args.kv.key_ends != nullptr && args.kv.key_ends == call.append.key_ends, where);
   CHECK(args.key.stride.b == kG * kCapacity * kD && args.key.stride.h == kCapacity * kD && args.key.stride.s == kD,
         where);
@@ -116,6 +117,7 @@ void CheckReduced(const Call& call, AttentionPrecision precision, const std::str
 }
 
 void CheckFull(const Call& call, const std::string& where) {
+  CHECK(cuda::Int8PrecisionOf(call.attention) == AttentionPrecision::kFull, where);
   CHECK(call.attention.kv.key_ends == nullptr && call.append.key_ends == nullptr, where);
   CountCases(1);
 }
@@ -140,10 +142,23 @@ TEST(CachedAttentionHandsItsKeysToKernelsWith8BitOperands) {
 }
 
 TEST(CachedAttentionDecodesInFullPrecision) {
-  for (const int64_t S : {1, 16}) {
-    for (const char* const mask : {"k <= q", "k <= q and q - k < 200"}) {
-      CheckFull(RunNode("int8", S, 300, mask), Text("S ", S, " mask ", mask));
+  for (const char* const precision : {"int8", "int8_fp8"}) {
+    for (const int64_t S : {1, 16}) {
+      // Steps that read a window need no number of keys.
+      for (const char* const mask : {"k <= q", "k <= q and q - k < 200"}) {
+        CheckFull(RunNode(precision, S, 300, mask), Text("S ", S, " mask ", mask));
+      }
+      // Others are given it, but run in full precision as well, heads that are packed as queries included.
+      for (const char* const mask : {"k <= q and k % 2 == 0", "k <= q and (k == q or (k + h // 2) % 3 != 0)"}) {
+        const Call call = RunNode(precision, S, 300, mask);
+        CHECK(call.attention.mask.fixed.window() == nullptr, mask);
+        CHECK(cuda::Int8PrecisionOf(call.attention) == AttentionPrecision::kFull, "S ", S, " mask ", mask);
+        CountCases(1);
+      }
     }
+    // The shortest step in 8 bits.
+    CheckReduced(RunNode(precision, 17, 300, "k <= q"),
+                 precision == std::string("int8") ? AttentionPrecision::kInt8 : AttentionPrecision::kInt8Fp8, "S 17");
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
+#include "cpu/isa_of_kernels.h"
 #include "cpu/simd/convert.h"
 #include "cpu/tile_permission.h"
 #include "tests/cpp/gemm/gemm_cases.h"
@@ -127,7 +128,7 @@ const bool registered = [] {
   const cpu::PackedGemmBf16Kernels* last = nullptr;
   for (const CpuIsa isa : IsasOfThisMachine()) {
     const auto* const own = cpu::KernelsOf(isa).packed_gemm_bf16;
-    if (own == last || (isa == CpuIsa::kAmxBf16 && !cpu::MayUseTiles())) continue;
+    if (own == last || (cpu::NeedsTilePermission(isa) && !cpu::MayUseTiles())) continue;
     last = own;
     const auto& row = kRows[static_cast<int>(isa)];
     AllTests().insert(AllTests().end(), std::begin(row), std::end(row));

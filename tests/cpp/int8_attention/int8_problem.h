@@ -45,7 +45,7 @@ struct Case {
   }
   bool is_padding(int64_t b, int64_t query) const { return is_first_prompt() && query >= keys_of(b); }
 };
-// Masks of caches. The text is for pasts of 190 and 70 keys.
+// Masks of caches. The text is for B = 2: sequence b has 190 - 120 b keys before its first query.
 inline constexpr MaskCase kCausalCache = {"k <= q + 190 - 120 * b", kCausal.allows};
 inline constexpr MaskCase kWindowCache = {"k <= q + 190 - 120 * b and q + 190 - 120 * b - k < 90",
                                           [](int64_t, int64_t q, int64_t k) { return k <= q && q - k < 90; }};

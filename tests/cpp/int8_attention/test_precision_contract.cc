@@ -50,7 +50,7 @@ TEST(PagedAttentionRefusesAPrecision) {
   std::unique_ptr<Op> made;
   CHECK(Create(*PagedAttentionDescription(), "", &made).ok());
   const Status status = Create(*PagedAttentionDescription(), "int8", &made);
-  CHECK(status.message() == "attribute precision is given, expected none: no kernel over pages has 8-bit operands",
+  CHECK(status.message() == "attribute precision is 'int8', expected nothing: no kernel over pages has 8-bit operands",
         status.message());
   CountCases(1);
 }

@@ -392,6 +392,8 @@ Status CachedAttentionOp::RunOnCuda(const CachedMask& mask, const RunContext& co
   const bool has_window = args.mask.fixed.window() != nullptr;
   if (has_window && is_in_place && a.sliding_window == 0 && !a.is_first_prompt) args.kv.seqlens = a.seqlens;
   STOF_RETURN_IF_ERROR(CheckCudaAttention(args));  // before the cache changes
+  // 8-bit kernels quantize whole caches, so they need each sequence's number of keys. Decode kernels, those of key
+  // ranges among them, compute in full precision.
   if (args.precision != AttentionPrecision::kFull && !IsLimitedToKeyRange(args)) {
     void* memory = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(static_cast<size_t>(a.B * 4), &memory));

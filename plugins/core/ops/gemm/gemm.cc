@@ -11,6 +11,7 @@
 #include "plugins/core/contract/workspace_counter.h"
 #include "plugins/core/gemm/gemm.h"
 #include "plugins/core/ops/attribute_checks.h"
+#include "plugins/core/ops/gemm/gemm_limits.h"
 #include "plugins/core/ops/gemm/gemm_weights.h"
 #include "plugins/core/ops/named_inputs.h"
 

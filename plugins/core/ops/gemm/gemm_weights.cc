@@ -1,25 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugins/core/ops/gemm/gemm_weights.h"
 
-#include <string>
 #include <utility>
 
-namespace stof {
+#include "plugins/core/ops/gemm/gemm_limits.h"
 
-Status CountGemmElements(const Tensor& tensor, const char* name, int64_t* count) {
-  *count = 1;
-  bool none = false;
-  for (int i = 0; i < tensor.rank; ++i) {
-    if (tensor.dims[i] < 0) {
-      return Status::Error(std::string(name) + " has shape " + ShapeText(tensor) + ", expected sizes of 0 or more");
-    }
-    none = none || tensor.dims[i] == 0;
-    if (tensor.dims[i] > 0 && __builtin_mul_overflow(*count, tensor.dims[i], count)) *count = kMostGemmElements + 1;
-    if (*count > kMostGemmElements) return Status::Error(std::string(name) + " is too large: " + ShapeText(tensor));
-  }
-  if (none) *count = 0;
-  return Status();
-}
+namespace stof {
 
 GemmWeights::GemmWeights(const GemmEpilogue& epilogue, bool allow_bf16)
     : epilogue_(epilogue), bf16_(allow_bf16 ? IsaOfBf16Gemm(BestCpuIsa()) : std::nullopt) {}

@@ -4,24 +4,17 @@
 #define STOF_PLUGINS_CORE_OPS_GEMM_GEMM_WEIGHTS_H_
 
 #include <cstdint>
-#include <limits>
 #include <optional>
 
-#include "plugins/core/base/status.h"
 #include "plugins/core/base/types.h"
 #include "plugins/core/contract/gemm.h"
 #include "plugins/core/gemm/gemm.h"
 
 namespace stof {
 
-constexpr int64_t kMostGemmElements = std::numeric_limits<int64_t>::max() / 8;
-
-// The number of a tensor's elements, or an error where it is too large.
-Status CountGemmElements(const Tensor& tensor, const char* name, int64_t* count);
-
 class GemmWeights {
  public:
-  // allow_bf16: factors may be rounded to bf16.
+  // epilogue must outlive this object. allow_bf16: factors may be rounded to bf16.
   GemmWeights(const GemmEpilogue& epilogue, bool allow_bf16);
 
   // Packs constant inputs of a node, where kernels take them packed: fp32, and fp16 and bf16 where there are kernels in
@@ -29,15 +22,15 @@ class GemmWeights {
   void Pack(const Tensor* inputs);
   // Whether they would be packed if they were constant.
   bool CanPack(const Tensor* inputs) const;
-  // Whether a run of these sizes has the weights that were packed. A runtime must not call weights constant that
-  // change.
+  // Whether a run of these sizes has the weights that were packed. A runtime that changes a weight after Prepare gets
+  // results of the old one.
   bool IsPacked(DType dtype, int64_t N, int64_t K) const;
   // Whether they are packed in bf16; before they are packed, whether they would be.
   bool is_bf16() const { return packed_.is_packed() ? packed_.is_bf16() : bf16_.has_value(); }
   const CpuPackedWeights& packed() const { return packed_; }
 
  private:
-  // b0 is nullptr where there are none to pack.
+  // b0 is nullptr where no weights can be packed.
   struct Factors {
     const void *b0 = nullptr, *b1 = nullptr;
     DType dtype = DType::kUndefined;

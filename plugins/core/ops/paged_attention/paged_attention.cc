@@ -50,7 +50,10 @@ Status ParsePagedAttention(const AttributeReader& attributes, PagedAttributes* p
     return UnexpectedAttribute("chosen_pages", parsed->common.chosen_pages, "0: only StofCachedAttention has it");
   }
   if (parsed->common.precision != AttentionPrecision::kFull) {
-    return Status::Error("attribute precision is given, expected none: no kernel over pages has 8-bit operands");
+    std::string found;
+    attributes.String("precision", &found);
+    return UnexpectedAttribute("precision", Quote(found, kMostQuoted),
+                               "nothing: no kernel over pages has 8-bit operands");
   }
   if (parsed->rotary_offset < 0 || parsed->rotary_offset % 8 != 0 || parsed->rotary_offset > Limits::kLargestHeadSize) {
     return UnexpectedAttribute("rotary_offset", parsed->rotary_offset, "a multiple of 8 below the head size");

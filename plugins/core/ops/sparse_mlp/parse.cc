@@ -35,21 +35,21 @@ Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* pa
   SparseMlpAttributes& a = *parsed;
   int activation = 0, selection = 0, predictor_activation = 0;
   int64_t id = 0;
-  const Status first = ParseWord(attributes, "activation", kActivationNames, &activation);
-  const Status second = ParseWord(attributes, "selection", kSparseMlpSelections, &selection);
-  const Status third =
+  const Status activation_status = ParseWord(attributes, "activation", kActivationNames, &activation);
+  const Status selection_status = ParseWord(attributes, "selection", kSparseMlpSelections, &selection);
+  const Status predictor_status =
       ParseWord(attributes, "predictor_activation", kSparseMlpPredictorActivations, &predictor_activation);
   attributes.Int("bits", &a.bits);
   attributes.Int("block_size", &a.block_size);
   attributes.Int("accuracy_level", &a.accuracy_level);
   attributes.Int("hot_neurons", &a.hot_neurons);
   attributes.Int("mlp_id", &id);
-  const Status fourth = ParseFlag(attributes, "allow_bf16", &a.allow_bf16);
+  const Status allow_bf16_status = ParseFlag(attributes, "allow_bf16", &a.allow_bf16);
   STOF_RETURN_IF_ERROR(attributes.CheckTypes());
-  STOF_RETURN_IF_ERROR(first);
-  STOF_RETURN_IF_ERROR(second);
-  STOF_RETURN_IF_ERROR(third);
-  STOF_RETURN_IF_ERROR(fourth);
+  STOF_RETURN_IF_ERROR(activation_status);
+  STOF_RETURN_IF_ERROR(selection_status);
+  STOF_RETURN_IF_ERROR(predictor_status);
+  STOF_RETURN_IF_ERROR(allow_bf16_status);
   a.activation = static_cast<Activation>(activation);
   a.selection = static_cast<SparseMlpSelection>(selection);
   a.has_predictor_relu = predictor_activation != 0;

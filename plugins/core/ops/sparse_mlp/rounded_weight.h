@@ -4,9 +4,9 @@
 #define STOF_PLUGINS_CORE_OPS_SPARSE_MLP_ROUNDED_WEIGHT_H_
 
 #include <cstdint>
-#include <memory>
 
 #include "plugins/core/contract/op.h"
+#include "plugins/core/host/huge_pages.h"
 
 namespace stof {
 
@@ -19,10 +19,7 @@ class RoundedWeight {
   const uint16_t* Find(const Tensor& weight) const;
 
  private:
-  struct Free {
-    void operator()(uint16_t* values) const;
-  };
-  std::unique_ptr<uint16_t[], Free> values_;
+  HugePageArray<uint16_t> values_;
   int64_t rows_ = 0, columns_ = 0;
 };
 
