@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,12 +32,15 @@ from stof.sparsify.gemm_report import GemmReport
 from stof.sparsify.mlp_precision_report import MlpPrecisionReport
 from stof.sparsify.precision_report import PrecisionReport, count_attentions
 from stof.sparsify.reduced_report import ReducedPrecisionReport
+from stof.sparsify.reduced_rows import ReducedRows, Row
 from stof.sparsify.threshold_report import OutputCosines
 from stof.stages import Stage, find_model_inputs, typed_attributes_of_bf16
 from stof.symbolic import Symbolic
 from stof.thresholds.measure_cosines import check_cosines, measure_cosines
 from stof.thresholds.measured_sets import MeasuredSets, find_sets
 from stof.verification.site_error import SiteError
+
+_Judge = Callable[[PrecisionReport, Job, Mapping[str, SiteError], str], None]
 
 
 def allowed_precision(options: Options) -> Precision | None:
@@ -250,24 +254,16 @@ def _measure_gemms(
     """Gives GEMMs their errors; those with large or unknown ones stay as they are."""
     if gemms is None or not found.gemms.reduced:
         return
-    assert isinstance(found.precision, RoundedOperands)
-    some = longest_sets(sets)
-    try:
-        errors = measure_gemm_errors(job, stages, gemms, found.precision, sets, some, folder)
-    except (ArgumentError, VerifyError) as error:
-        if not is_drawn:  # what the user gives has to be measured
-            raise
-        _judge_gemms(found, job, {}, str(error))
-        return
-    found.gemms.measured_on = describe_rows(sets, some)
-    _judge_gemms(found, job, errors, "its output is 0 or not finite")
+    precision, some = _rounded_operands(found), longest_sets(sets)
+    with _judged_without(found, job, _judge_gemms, is_drawn=is_drawn):
+        errors = measure_gemm_errors(job, stages, gemms, precision, sets, some, folder)
+        found.gemms.measured_on = describe_rows(sets, some)
+        _judge_gemms(found, job, errors, "its output is 0 or not finite")
 
 
 def _judge_gemms(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:
-    is_planned = job.plan is not None and job.plan.gemm_precision is not None
-    found.gemms.rows = judge_rows(
-        found.gemms.rows, sites, found.max_error, unknown, is_planned=is_planned, force=job.options.force
-    )
+    plan = None if job.plan is None else job.plan.gemm_precision
+    _judge_operators(found.gemms, plan, found, job, sites, unknown)
 
 
 def _measure_mlps(
@@ -276,23 +272,45 @@ def _measure_mlps(
     """Gives sparse MLPs their errors; those with large or unknown ones keep their weights."""
     if not found.mlps.reduced:
         return
-    assert isinstance(found.precision, RoundedOperands)
-    some = longest_sets(sets)
-    try:
-        errors, measured_on = measure_mlp_errors(job, stages, found.precision, found.mlps.reduced, sets, some, folder)
-    except (ArgumentError, VerifyError) as error:
-        if not is_drawn:  # what the user gives has to be measured
-            raise
-        _judge_mlps(found, job, {}, str(error))
-        return
-    found.mlps.measured_on = measured_on
-    _judge_mlps(found, job, errors, "it reads tensors that only the result has, or its output is 0 or not finite")
+    precision, some = _rounded_operands(found), longest_sets(sets)
+    with _judged_without(found, job, _judge_mlps, is_drawn=is_drawn):
+        names = found.mlps.reduced
+        errors, found.mlps.measured_on = measure_mlp_errors(job, stages, precision, names, sets, some, folder)
+        _judge_mlps(found, job, errors, "it reads tensors that only the result has, or its output is 0 or not finite")
 
 
 def _judge_mlps(found: PrecisionReport, job: Job, sites: Mapping[str, SiteError], unknown: str) -> None:
-    is_planned = job.plan is not None and job.plan.mlp_precision is not None
-    found.mlps.rows = judge_rows(
-        found.mlps.rows, sites, found.max_error, unknown, is_planned=is_planned, force=job.options.force
+    plan = None if job.plan is None else job.plan.mlp_precision
+    _judge_operators(found.mlps, plan, found, job, sites, unknown)
+
+
+def _rounded_operands(found: PrecisionReport) -> RoundedOperands:
+    assert isinstance(found.precision, RoundedOperands)
+    return found.precision
+
+
+@contextmanager
+def _judged_without(found: PrecisionReport, job: Job, judge: _Judge, *, is_drawn: bool) -> Iterator[None]:
+    """Where errors of drawn inputs cannot be measured, operators are judged without them. What the user gives has to be."""
+    try:
+        yield
+    except (ArgumentError, VerifyError) as error:
+        if not is_drawn:
+            raise
+        judge(found, job, {}, str(error))
+
+
+def _judge_operators(
+    operators: ReducedRows[Row],
+    plan: Mapping[str, Precision] | None,
+    found: PrecisionReport,
+    job: Job,
+    sites: Mapping[str, SiteError],
+    unknown: str,
+) -> None:
+    """Gives rows their errors; those with a large or an unknown one stay as they are."""
+    operators.rows = judge_rows(
+        operators.rows, sites, found.max_error, unknown, is_planned=plan is not None, force=job.options.force
     )
 
 

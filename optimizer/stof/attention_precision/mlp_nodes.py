@@ -43,7 +43,7 @@ def report_mlps(
             reason = "the plan says so"
         shape = facts.shape(node.input[INPUT_INDEX["down_weight"]])
         neurons = shape[0].constant if shape else None
-        rows.append(MlpPrecisionRow(node.name, int(neurons or 0), not reason, reason))
+        rows.append(MlpPrecisionRow(node=node.name, neurons=int(neurons or 0), reduced=not reason, reason=reason))
     if unknown := sorted(set(planned or ()) - {row.node for row in rows}):
         raise ArgumentError(
             f"the plan rounds the weights of {unknown[0]!r} to {precision.name}, and the optimized model has no such sparse MLP"

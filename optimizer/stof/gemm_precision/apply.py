@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import onnx
 from onnx import helper
@@ -16,11 +15,10 @@ from stof.fusion.emit import GEMM, apply_edit, make_edit
 from stof.gemm_precision.sites import FoundGemms
 from stof.graph.index import DOMAIN
 from stof.sparsify.gemm_report import GemmReport, GemmRow
-from stof.sparsify.mlp_precision_report import MlpPrecisionRow
+from stof.sparsify.reduced_rows import Row
 from stof.verification.site_error import SiteError
 
 METADATA = "stof_gemm_precision"
-Row = TypeVar("Row", GemmRow, MlpPrecisionRow)
 MeasureErrors = Callable[[FoundGemms], Mapping[str, SiteError]]
 
 
@@ -43,13 +41,15 @@ def report_gemms(found: FoundGemms, kernel: str, precision: Precision, planned: 
             reason = f"this machine has no {precision.name} kernel for GEMMs"
         elif not reason and planned is not None and site.name not in planned:
             reason = "the plan says so"
-        rows.append(GemmRow(site.name, site.operators, site.weights, not reason, reason))
+        rows.append(
+            GemmRow(node=site.name, operators=site.operators, weights=site.weights, reduced=not reason, reason=reason)
+        )
     if unknown := sorted(set(planned or ()) - {row.node for row in rows}):
         raise ArgumentError(
             f"the plan computes {unknown[0]!r} in {precision.name}, and the optimized model has no such matmul by a "
             "constant weight"
         )
-    return GemmReport(kernel, rows)
+    return GemmReport(rows, kernel=kernel)
 
 
 def judge_rows(
