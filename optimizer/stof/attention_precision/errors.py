@@ -85,17 +85,32 @@ def measure_errors(
         ArgumentError: when the original does not run on a set.
         VerifyError: when memory does not suffice.
     """
-    errors: dict[str, SiteError] = {}
 
     def emit(model: onnx.ModelProto) -> onnx.ModelProto:
         return put_precision(model, precision, names)
+
+    what = f"attentions in {precision.name}"
+    return measure_sites(job, stages, what, names, (sets, some), folder, emit, attentions_of_sites)
+
+
+def measure_sites(
+    job: Job,
+    stages: Sequence[Stage],
+    what: str,
+    names: Collection[str],
+    measured: tuple[MeasuredSets, Sequence[int]],
+    folder: Path,
+    emit: Callable[[onnx.ModelProto], onnx.ModelProto],
+    find_operators: FindOperators,
+) -> MeasuredErrors:
+    """The errors of operators on tensors that the original computes. Arguments and errors are those of :func:`visit_sites`."""
+    errors: dict[str, SiteError] = {}
 
     def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
         for name, error in compare_sites(checks, emitted, layers, captured):
             errors[name] = errors.get(name, SiteError()).join(error)
 
-    what = f"attentions in {precision.name}"
-    tokens = visit_sites(job, stages, what, names, (sets, some), folder, emit, visit, attentions_of_sites)
+    tokens = visit_sites(job, stages, what, names, measured, folder, emit, visit, find_operators)
     return MeasuredErrors(errors, tokens)
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import onnx
 
 from stof.arguments.precisions import RoundedOperands
-from stof.attention_precision.errors import Captured, Layers, compare_sites, visit_sites
+from stof.attention_precision.errors import measure_sites
 from stof.attention_precision.mlp_nodes import put_mlp_precision, sparse_mlps_of
 from stof.op_rewrite import Job
 from stof.sparse_mlp.checks.site_checks import MOST_TOKENS
@@ -27,7 +27,7 @@ def measure_mlp_errors(
     sets: MeasuredSets,
     some: Sequence[int],
     folder: Path,
-) -> tuple[dict[str, SiteError], str]:
+) -> tuple[Mapping[str, SiteError], str]:
     """The errors of sparse MLPs by the names of their operators, and what they were measured on.
 
     Every operator computes with rounded weights what the original computes with its own, of the same tokens: errors do not
@@ -46,20 +46,15 @@ def measure_mlp_errors(
         ArgumentError: when the original does not run on a set.
         VerifyError: when memory does not suffice.
     """
-    errors: dict[str, SiteError] = {}
 
     def emit(model: onnx.ModelProto) -> onnx.ModelProto:
         return put_mlp_precision(model, precision, names)
 
-    def visit(checks: SiteChecks, emitted: onnx.ModelProto, layers: Layers, captured: Captured) -> None:
-        for name, error in compare_sites(checks, emitted, layers, captured):
-            errors[name] = errors.get(name, SiteError()).join(error)
-
     what = f"sparse MLPs in {precision.name}"
-    tokens = visit_sites(job, stages, what, names, (sets, some), folder, emit, visit, _mlps_of_sites)
+    measured = measure_sites(job, stages, what, names, (sets, some), folder, emit, _mlps_of_sites)
     described = sets.describe(some)
-    described = f"the first {tokens} tokens of {described}" if tokens else described
-    return errors, f"{MOST_TOKENS} tokens of a set at most, {described}"
+    described = f"the first {measured.tokens} tokens of {described}" if measured.tokens else described
+    return measured.sites, f"{MOST_TOKENS} tokens of a set at most, {described}"
 
 
 def _mlps_of_sites(emitted: onnx.ModelProto, checks: SiteChecks, names: Collection[str]) -> dict[str, str]:

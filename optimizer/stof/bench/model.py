@@ -281,9 +281,9 @@ def _check_variants(
     errors = {}
     for kind, variant in sessions.items():
         runs = expected, variant.run(None, dict(timed.feeds))
-        least = _ALLOWED_BF16 if kind == _BF16 else 0.0
-        comparisons = compare(drawn, timed, runs, least)
-        errors[kind] = _largest_share(comparisons, expected, least)
+        tolerance = _ALLOWED_BF16 if kind == _BF16 else 0.0
+        comparisons = compare(drawn, timed, runs, tolerance)
+        errors[kind] = _largest_share(comparisons, expected, tolerance)
         failed = [c for c in comparisons if not c.ok]
         if failed and not files.is_quantized:  # there stof-optimize has compared with the spread of the original's runs
             raise ValueError(f"the model {kind!r} gives other outputs than the original: {failed[0].message()}")

@@ -11,8 +11,6 @@
 #include <vector>
 
 #include "cpu/isa.h"
-#include "cpu/isa_of_kernels.h"
-#include "cpu/tile_permission.h"
 #include "plugins/core/c_api/c_api.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/gemm/packed_gemm.h"
@@ -110,15 +108,7 @@ const bool registered = [] {
    {"Bf16GemmKeepsRowsApart[" #name "]", [] { KeepRowsApart(CpuIsa::id); }}},
   static constexpr Test kRows[][4] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  const cpu::PackedGemmBf16Kernels* last = nullptr;
-  for (const CpuIsa isa : IsasOfThisMachine()) {
-    const auto* const own = cpu::KernelsOf(isa).packed_gemm_bf16;
-    if (own == last || (cpu::NeedsTilePermission(isa) && !cpu::MayUseTiles())) continue;
-    last = own;
-    const auto& row = kRows[static_cast<int>(isa)];
-    AllTests().insert(AllTests().end(), std::begin(row), std::end(row));
-  }
-  return true;
+  return RegisterByIsa(&cpu::KernelTable::packed_gemm_bf16, kRows);
 }();
 
 // ---- by way of the operator ----

@@ -7,9 +7,7 @@
 #include <vector>
 
 #include "cpu/isa.h"
-#include "cpu/isa_of_kernels.h"
 #include "cpu/simd/convert.h"
-#include "cpu/tile_permission.h"
 #include "tests/cpp/gemm/gemm_cases.h"
 #include "tests/cpp/gemm/packed_gemm.h"
 #include "tests/cpp/map_attributes.h"
@@ -125,15 +123,7 @@ const bool registered = [] {
    {"Bf16GemmCopiesBf16[" #name "]", [] { CopyBf16(CpuIsa::id); }}},
   static constexpr Test kRows[][2] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
-  const cpu::PackedGemmBf16Kernels* last = nullptr;
-  for (const CpuIsa isa : IsasOfThisMachine()) {
-    const auto* const own = cpu::KernelsOf(isa).packed_gemm_bf16;
-    if (own == last || (cpu::NeedsTilePermission(isa) && !cpu::MayUseTiles())) continue;
-    last = own;
-    const auto& row = kRows[static_cast<int>(isa)];
-    AllTests().insert(AllTests().end(), std::begin(row), std::end(row));
-  }
-  return true;
+  return RegisterByIsa(&cpu::KernelTable::packed_gemm_bf16, kRows);
 }();
 
 }  // namespace

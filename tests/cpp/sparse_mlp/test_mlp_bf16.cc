@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sparse MLP with fp32 weights rounded to bf16: every instruction set of this machine against the definition with
 // rounded weights, and the operator with attribute allow_bf16.
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -20,6 +17,7 @@
 #include "tests/cpp/map_attributes.h"
 #include "tests/cpp/memory.h"
 #include "tests/cpp/sparse_mlp/mlp_problem.h"
+#include "tests/cpp/sparse_mlp/mlp_runs.h"
 #include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::sparse_mlp {
@@ -35,28 +33,6 @@ std::vector<uint16_t> RoundWeight(Values* weight) {
     weight->values[i] = LoadFloat(DType::kBF16, reinterpret_cast<const char*>(&rounded[i]));
   }
   return rounded;
-}
-
-std::vector<float> Run(const SparseMlpArgs& given, CpuIsa isa, const Parallel& parallel) {
-  SparseMlpArgs args = given;
-  std::vector<float> output(static_cast<size_t>(args.T * args.N), -1e30f);
-  const size_t bytes = CpuSparseMlpWorkspace(args);
-  const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, std::max<size_t>(64, bytes)),
-                                                         std::free);
-  std::memset(workspace.get(), 0xfe, bytes);
-  args.output = output.data();
-  CpuSparseMlp(args, isa, workspace.get(), parallel);
-  return output;
-}
-
-void CheckOutput(const Problem& problem, const std::vector<float>& found, const std::string& where) {
-  std::vector<double> expected, tolerance;
-  problem.Expect(&expected, &tolerance);
-  for (size_t i = 0; i < expected.size(); ++i) {
-    const auto y = static_cast<double>(found[i]);
-    CHECK(std::fabs(y - expected[i]) <= tolerance[i], where, " element ", i, ": ", y, ", expected ", expected[i],
-          " +- ", tolerance[i]);
-  }
 }
 
 // The fp32 weights are poisoned: a run reads the rounded ones alone.
@@ -78,7 +54,7 @@ TEST(SparseMlpRoundedWeights) {
       SparseMlpWeight* const read[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
       for (int w = 0; w < 3; ++w) read[w]->rounded = read[w]->data != nullptr ? rounded[w].data() : nullptr;
       const std::string where = Text(CpuIsaName(isa), " seed ", i, " ", Describe(c));
-      const std::vector<float> found = Run(args, isa, Parallel{});
+      const std::vector<char> found = Run(args, isa, Parallel{});
       CheckOutput(problem, found, where);
       CHECK(Run(args, isa, pool.view()) == found, where, ": 3 threads give other bits than 1");
       CountCases(1);
@@ -114,7 +90,7 @@ TEST(SparseMlpRoundsToNearestEven) {
 
 // ---- by way of the operator ----
 // The output of an exact MLP with an up weight. is_constant: whether the weights are.
-Status RunNode(Problem* problem, int64_t allow_bf16, bool is_constant, std::vector<float>* output) {
+Status RunNode(Problem* problem, int64_t allow_bf16, bool is_constant, std::vector<char>* output) {
   const Case& c = problem->c;
   MapAttributes attributes;
   attributes.ints = {{"allow_bf16", allow_bf16}};
@@ -134,7 +110,7 @@ Status RunNode(Problem* problem, int64_t allow_bf16, bool is_constant, std::vect
   STOF_RETURN_IF_ERROR(op->PlanHost(inputs, in::kDownWeight + 1, 1, &planned));
   Tensor result;
   STOF_RETURN_IF_ERROR(op->InferOutputs(inputs, in::kDownWeight + 1, &result, 1));
-  output->assign(static_cast<size_t>(c.T * c.N), -1e30f);
+  output->assign(static_cast<size_t>(c.T * c.N) * sizeof(float), static_cast<char>(0xfe));
   result.data = output->data();
   Memory memory;
   RunContext context;
@@ -147,7 +123,7 @@ TEST(SparseMlpBf16ByAttribute) {
   Case c;
   c.T = 5, c.K = 130, c.F = 200, c.N = 77, c.density = 0.4;
   Problem problem(c, 17);
-  std::vector<float> plain, rounded, not_constant;
+  std::vector<char> plain, rounded, not_constant;
   CHECK(RunNode(&problem, 0, true, &plain).ok() && RunNode(&problem, 1, true, &rounded).ok());
   CHECK(RunNode(&problem, 1, false, &not_constant).ok());
   CHECK(not_constant == plain, "weights that are not constant are not rounded");

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sparse MLP on the CPU against its definition in docs/reference/sparse-mlp.md, for every instruction set.
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,34 +10,11 @@
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/memory.h"
 #include "tests/cpp/sparse_mlp/mlp_problem.h"
+#include "tests/cpp/sparse_mlp/mlp_runs.h"
 #include "tests/cpp/tests_by_isa.h"
 
 namespace stof::test::sparse_mlp {
 namespace {
-
-// The output of a run, with a workspace of the size that is asked for; both are poisoned before.
-std::vector<char> Run(const SparseMlpArgs& given, CpuIsa isa, const Parallel& parallel) {
-  SparseMlpArgs args = given;
-  std::vector<char> output(static_cast<size_t>(args.T * args.N * SizeOf(args.dtype)), static_cast<char>(0xfe));
-  const size_t bytes = CpuSparseMlpWorkspace(args);
-  const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, std::max<size_t>(64, bytes)),
-                                                         std::free);
-  std::memset(workspace.get(), 0xfe, bytes);
-  args.output = output.data();
-  CpuSparseMlp(args, isa, workspace.get(), parallel);
-  return output;
-}
-
-void CheckOutput(const Problem& problem, const std::vector<char>& found, const std::string& where) {
-  std::vector<double> expected, tolerance;
-  problem.Expect(&expected, &tolerance);
-  const int64_t item = SizeOfFloat(problem.c.dtype);
-  for (size_t i = 0; i < expected.size(); ++i) {
-    const double y = LoadFloat(problem.c.dtype, found.data() + static_cast<int64_t>(i) * item);
-    CHECK(std::fabs(y - expected[i]) <= tolerance[i], where, " element ", i, ": ", y, ", expected ", expected[i],
-          " +- ", tolerance[i]);
-  }
-}
 
 void RunTable(CpuIsa isa) {
   ThreadPool pool(3);
