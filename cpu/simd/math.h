@@ -47,6 +47,12 @@ inline V Float(I i) {
   std::memcpy(&v, &i, sizeof v);
   return v;
 }
+// kWidth integers as numbers. GCC 13.3 makes wrong code of a loop that does so (-O3, AVX-512).
+inline V FloatOf(const int32_t* from) {
+  I integers;
+  std::memcpy(&integers, from, sizeof integers);
+  return __builtin_convertvector(integers, V);
+}
 inline bool Any(I mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;

@@ -267,22 +267,13 @@ TEST(CudaCachedAttentionIn8Bits) {
             c.has_past = past > 0 || c.capacity > 150;
             c.rotary = 32, c.free_rows = c.S + 127;
             const std::string where = Text("seed ", seed, " ", Describe(step));
-            double errors[2];
-            for (const bool is_reduced : {false, true}) {
-              Step own = step;
-              own.precision = is_reduced ? precision : "";
-              Node node(own, seed);
-              const Status status = node.Queue(nullptr);
-              CHECK(status.ok(), where, ": ", status.message());
-              CHECK_CUDA(cudaDeviceSynchronize());
-              node.CheckCaches(where);
-              node.Check(where);
-              errors[is_reduced ? 1 : 0] = node.error();
-            }
-            // First prompts under masks with key columns may gather these, and stay in full precision.
-            if (past > 0 || mask == 0 || mask == 2) {
-              CHECK(errors[1] > 2 * errors[0], where, ": ", errors[1], " in 8 bits, in full precision ", errors[0]);
-            }
+            step.precision = precision, step.may_gather_keys = past == 0 && mask != 0 && mask != 2;
+            Node node(step, seed);
+            const Status status = node.Queue(nullptr);
+            CHECK(status.ok(), where, ": ", status.message());
+            CHECK_CUDA(cudaDeviceSynchronize());
+            node.CheckCaches(where);
+            node.Check(where);
             CountCases(1);
           }
         }

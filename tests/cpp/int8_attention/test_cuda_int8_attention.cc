@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "cuda/common/device_properties.h"
 #include "plugins/core/contract/cuda_backend.h"
 #include "plugins/core/mask/attention_mask.h"
 #include "tests/cpp/attention/reference.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/device_memory.h"
+#include "tests/cpp/int8_attention/fp8_device.h"
 #include "tests/cpp/int8_attention/int8_problem.h"
 
 namespace stof::test::int8 {
@@ -89,13 +89,6 @@ class Runner {
   Tensor pad_;
   std::shared_ptr<const AttentionMask> mask_;
 };
-
-// Whether kernels with values in fp8 run; others than those of 9.0 compute in int8 and 16 bits.
-bool HasFp8() {
-  cuda::DeviceProperties device;
-  CHECK(cuda::GetDeviceProperties(&device).ok());
-  return device.capability == 90;
-}
 
 template <DType kType>
 void CheckCase(const Case& c, int64_t D, uint64_t seed) {
