@@ -68,8 +68,8 @@ struct Step {
   bool has_sink = false, has_bias = false;
   const char* kernel = "";     // forced
   const char* precision = "";  // the attribute
-  // A first prompt under a mask with key columns may gather these and then stays in full precision.
-  bool may_gather_keys = false;
+  // Of decoding, softcap, and first prompts that gather the keys of key columns: with a precision, too.
+  bool may_stay_full = false;
 };
 
 inline std::string Describe(const Step& step) {
@@ -293,7 +293,7 @@ class Node {
     // What rounding operands to 8 bits costs is measured on these inputs: scores that spread wider cost more.
     const double expected = std::sqrt(rounding_ / size_), own = std::sqrt(from_definition_ / size_);
     CHECK(error() < 1.2 * expected, where, ": relative RMS ", error(), ", of the definition ", expected);
-    if (step_.may_gather_keys && error() < expected / 4) return;
+    if (step_.may_stay_full && error() < expected / 4) return;
     CHECK(error() > expected / 1.2, where, ": relative RMS ", error(), ", of the definition ", expected);
     CHECK(has_fp8() || own < 0.006, where, ": relative RMS ", own, " from the definition");
   }

@@ -265,9 +265,9 @@ TEST(CudaCachedAttentionIn8Bits) {
             step.total = past == 0 ? 150 : past + 150 + (seed % 5 == 0 ? 300 : 0);
             c.capacity = step.total + (seed % 2 == 0 ? 77 : 0), c.is_shared = true,
             c.has_past = past > 0 || c.capacity > 150;
-            c.rotary = 32, c.free_rows = c.S + 127;
+            c.rotary = step.total <= kRotaryRows ? 32 : 0, c.free_rows = c.S + 127;
             const std::string where = Text("seed ", seed, " ", Describe(step));
-            step.precision = precision, step.may_gather_keys = past == 0 && mask != 0 && mask != 2;
+            step.precision = precision, step.may_stay_full = past == 0 && mask != 0 && mask != 2;
             Node node(step, seed);
             const Status status = node.Queue(nullptr);
             CHECK(status.ok(), where, ": ", status.message());
@@ -295,7 +295,7 @@ TEST(CudaCachedAttentionIn8BitsLeavesDecodingAndSoftcapAlone) {
       std::vector<Buffer> outputs;
       const int64_t count = c.B * S * c.H * c.D;
       for (const bool is_reduced : {false, true}) {
-        step.precision = is_reduced ? "int8" : "";
+        step.precision = is_reduced ? "int8" : "", step.may_stay_full = true;
         Node node(step, 77);
         CHECK(node.Queue(nullptr).ok());
         CHECK_CUDA(cudaDeviceSynchronize());
