@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from stof.arguments.precisions import EightBits
 
-# TFLOP/s of kernels without masks, by head size, and GB/s at which both kernels that quantize read and write. Measured on
-# an H200 at S = 8192 (docs/design/attention-8bit.md).
-_FULL = {64: 565.0, 128: 735.0}
-_INT8 = {64: 485.0, 128: 795.0}
-_INT8_FP8 = {64: 515.0, 128: 868.0}
+# TFLOP/s of kernels without masks, by head size, and GB/s at which both kernels that quantize read and write. Measured on an
+# H200, S 8192 and 32768, other kernels between the calls, as a model has them (docs/design/attention-8bit.md). At its power limit
+# that board gives 8 bits no gain; where one kernel runs without a break, 16 bits are slower.
+_FULL = {64: 575.0, 128: 775.0}
+_INT8 = {64: 490.0, 128: 775.0}
+_INT8_FP8 = {64: 490.0, 128: 765.0}
 _QUANTIZATION_GBPS = 2200.0
 _QUANTIZATION_LAUNCH = 5.0  # microseconds of these two kernels, with the gaps before them
 _KERNEL_OVERHEAD = 4.5  # microseconds of an attention kernel of a few tiles, in any precision

@@ -14,7 +14,7 @@ from stof.runtime.library import EARLIER, LibraryError, op_limits, type_limits
 
 @dataclass(frozen=True)
 class IsaTimes:
-    """Times of an instruction set, in ns on a core of Zen 5; only ratios are used.
+    """Times of an instruction set, in ns on a core; only ratios are used.
 
     Attributes:
         multiply: of the operator, for a multiplication of codes.
@@ -27,8 +27,9 @@ class IsaTimes:
     runtime_multiply: float
 
 
-# Of the operator: bench_quantized_attention and tools/time_quantized_attention.py at S = 128 to 2048. No runtime can be limited
-# to a lesser set here, so that its passes have their time with AVX-512, which is the least.
+# Of the operator: bench_quantized_attention and tools/time_quantized_attention.py at S = 128 to 2048, on Zen 5, amx_int8 on a
+# Xeon of family 6, model 207. No runtime can be limited to a lesser set there, so that its passes have their time with AVX-512,
+# which is the least.
 _TIMES = {
     "portable": IsaTimes(0.15, 45.0, 0.02),
     "avx2": IsaTimes(0.0063, 1.05, 0.010),
@@ -36,9 +37,9 @@ _TIMES = {
     "avx512": IsaTimes(0.0031, 0.70, 0.0055),
     "avx512_vnni": IsaTimes(0.0020, 0.50, 0.002),
     "avx512_vbmi": IsaTimes(0.0020, 0.37, 0.002),
+    "amx_int8": IsaTimes(0.0009, 0.38, 0.001),
 }
-# Not measured: runtime_multiply below VNNI, which follows from issue counts; amx_int8 and AArch64, which take the times of
-# avx512_vnni. With AMX the runtime's matmuls are faster, too.
+# Not measured: runtime_multiply below VNNI, which follows from issue counts; AArch64, which takes the times of avx512_vnni.
 _OTHERS = _TIMES["avx512_vnni"]
 # The sets that earlier libraries name, which have no kernels of their own for it.
 _LIKE_VBMI = ("avx512_bf16", "amx_bf16")
