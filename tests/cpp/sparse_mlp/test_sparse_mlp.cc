@@ -72,7 +72,7 @@ void RunEachIsa(void (*run)(CpuIsa isa)) {
 }
 
 TEST(SparseMlpTable) { RunEachIsa(RunTable); }
-TEST(SparseMlpTokensAlone) { RunEachIsa(RunTokensAlone); }
+ONE_THREAD_TEST(SparseMlpTokensAlone) { RunEachIsa(RunTokensAlone); }
 
 // Rows of idle neurons are poisoned, and may not reach the output: they are not read.
 TEST(SparseMlpIdleRowsAreNotRead) {
@@ -130,7 +130,7 @@ void RunInfiniteWeights(CpuIsa isa, DType dtype) {
     }
   }
 }
-TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
+ONE_THREAD_TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
   RunEachIsa([](CpuIsa isa) {
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) RunInfiniteWeights(isa, dtype);
   });
