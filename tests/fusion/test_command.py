@@ -138,7 +138,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(len(places))
         return 1e-3 * (len(places) - len(chains) / 2)
 
-    def in_turns(self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], *_: object) -> list[float]:
+    def in_turns(
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], *_: object
+    ) -> list[float]:
         return [seconds(self, places, chains, None) for chains in candidates]
 
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
