@@ -186,6 +186,23 @@ TEST(ForkedChildFindsNoLockThatAnotherThreadHeld) {
   CountCases(4);
 }
 
+// What ONE_THREAD_TEST is checked by.
+TEST(StartedThreadsAreCounted) {
+#if defined(STOF_COUNTS_THREADS)
+  constexpr int64_t kCounted = 1;
+#else
+  constexpr int64_t kCounted = 0;
+#endif
+  const int64_t before = StartedThreads();
+  const ThreadPool one(1);
+  CHECK(StartedThreads() == before);
+  const ThreadPool three(3);
+  CHECK(StartedThreads() == before + 2 * kCounted, StartedThreads() - before);
+  std::thread([] {}).join();
+  CHECK(StartedThreads() == before + 3 * kCounted, StartedThreads() - before);
+  CountCases(3);
+}
+
 TEST(ForkedChildRunsWithoutThePoolsThreads) {
   for (const bool used : {false, true}) {
     auto pool = std::make_unique<ThreadPool>(3);
@@ -290,7 +307,7 @@ TEST(ForkedChildIsToldThatItCannotUseCuda) {
 }
 
 // Every allocation of a build fails once, and the one after it, if any, works: the slot is free again each time.
-TEST(CacheForgetsBuildsWithoutMemory) {
+ONE_THREAD_TEST(CacheForgetsBuildsWithoutMemory) {
   const Irregular wanted;
   BlockMaskCache cache;
   int failures = 0;
@@ -357,7 +374,7 @@ TEST(CacheWakesThoseThatWaitForABuildWithoutMemory) {
 }
 
 // Every allocation of an operator's first runs fails once; the operator works as soon as there is memory.
-TEST(OperatorsWorkAfterRunsWithoutMemory) {
+ONE_THREAD_TEST(OperatorsWorkAfterRunsWithoutMemory) {
   int failures = 0;
   for (int64_t allowed = 0;; ++allowed) {
     stof_block_mask_cache_stats(nullptr, 1);

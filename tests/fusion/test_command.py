@@ -16,6 +16,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+import large
 import stof
 from stof import cli
 from stof.fusion import rewrite
@@ -32,6 +33,16 @@ from stof.tuning_cache import Cache
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache" / "tuning.sqlite"
     monkeypatch.setenv("STOF_CACHE", str(path))
+    return path
+
+
+@pytest.fixture
+def two_chains(tmp_path: Path) -> Path:
+    """A model of two different chains, each of which is searched: the search of a whole model takes ten times as long."""
+    path = tmp_path / "model.onnx"
+    model = large.elementwise_chains(18)
+    [n for n in model.graph.node if n.op_type == "Tanh"][-1].op_type = "Sigmoid"
+    onnx.save(model, str(path))
     return path
 
 
@@ -127,16 +138,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(len(places))
         return 1e-3 * (len(places) - len(chains) / 2)
 
+    def in_turns(
+        self: object, places: Sequence[int], candidates: Sequence[Sequence[object]], *_: object
+    ) -> list[float]:
+        return [seconds(self, places, chains, None) for chains in candidates]
+
     monkeypatch.setattr("stof.fusion.decide.measured.Timer.seconds", seconds)
+    monkeypatch.setattr("stof.fusion.decide.measured.Timer.measure_interleaved", in_turns)
     return asked
 
 
-def test_a_search_that_ended_is_not_made_again(narrow: Callable[[str], Path], cache: Path, asked: list[int]) -> None:
-    model = narrow("bert.dynamo.sdpa")
-    first = optimize(model, options=Options(tune=60.0, verify=False))
+def test_a_search_that_ended_is_not_made_again(two_chains: Path, cache: Path, asked: list[int]) -> None:
+    first = optimize(two_chains, options=Options(tune=60.0, verify=False))
     number = len(asked)
     assert number > 0
-    again = optimize(model, options=Options(tune=60.0, verify=False))
+    again = optimize(two_chains, options=Options(tune=60.0, verify=False))
     assert len(asked) == number
     assert [(c.chain, c.replaced, c.gain) for c in again.chains] == [
         (c.chain, c.replaced, c.gain) for c in first.chains
@@ -145,13 +161,12 @@ def test_a_search_that_ended_is_not_made_again(narrow: Callable[[str], Path], ca
 
 
 def test_a_search_that_was_cut_off_goes_on_with_more_time(
-    narrow: Callable[[str], Path], cache: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
+    two_chains: Path, cache: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MeasuredDecider, "_is_over", lambda self: self.options.tune < 100)
-    model = narrow("bert.dynamo.sdpa")
     numbers = []
     for tune in (60.0, 60.0, 120.0, 60.0):
-        optimize(model, options=Options(tune=tune, verify=False))
+        optimize(two_chains, options=Options(tune=tune, verify=False))
         numbers.append(len(asked))
     assert 0 < numbers[0] == numbers[1] < numbers[2] == numbers[3]
 
@@ -167,17 +182,16 @@ def test_what_another_build_measured_counts_for_nothing(narrow: Callable[[str], 
 
 
 def test_a_default_run_says_when_earlier_measurements_decide(
-    narrow: Callable[[str], Path], cache: Path, asked: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_chains: Path, cache: Path, asked: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After any ``--tune`` the same command gives another model: the report says so, and an option gives the first one."""
-    model = narrow("bert.dynamo.sdpa")
     outputs = [tmp_path / name for name in ("before.onnx", "tuned.onnx", "after.onnx", "without.onnx")]
     page, facts = tmp_path / "page.html", tmp_path / "facts.json"
     written = ["--report", str(page), "--json", str(facts)]
     arguments: list[list[str]] = [[], ["--tune", "60"], written, ["--ignore-measurements"]]
     texts = []
     for output, own in zip(outputs, arguments, strict=True):
-        assert cli.main([str(model), "--no-verify", "-o", str(output), *own]) == 0
+        assert cli.main([str(two_chains), "--no-verify", "-o", str(output), *own]) == 0
         texts.append(capsys.readouterr().out)
     before, tuned, after, without = (output.read_bytes() for output in outputs)
     assert before == without
@@ -192,13 +206,10 @@ def test_a_default_run_says_when_earlier_measurements_decide(
     assert html.escape(line.removeprefix("choices: ")) in page.read_text()
 
 
-def test_tuning_can_ignore_what_was_measured_before(
-    narrow: Callable[[str], Path], cache: Path, asked: list[int]
-) -> None:
-    model = narrow("bert.dynamo.sdpa")
+def test_tuning_can_ignore_what_was_measured_before(two_chains: Path, cache: Path, asked: list[int]) -> None:
     numbers, earlier = [], []
     for ignore in (False, False, True):
-        report = optimize(model, options=Options(tune=60.0, verify=False, ignore_measurements=ignore))
+        report = optimize(two_chains, options=Options(tune=60.0, verify=False, ignore_measurements=ignore))
         numbers.append(len(asked))
         earlier.append(report.earlier_measurements)
     assert numbers[0] == numbers[1] < numbers[2]

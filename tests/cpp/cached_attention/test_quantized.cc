@@ -152,7 +152,7 @@ class QuantizedStep {
   int32_t first_row_ = 0;
 };
 
-TEST(QuantizedCachesAreAttendedByEveryIsa) {
+ONE_THREAD_TEST(QuantizedCachesAreAttendedByEveryIsa) {
   for (const CpuIsa isa : kIsas) {
     if (!IsCpuIsaSupported(isa)) continue;
     for (const DType stored : {DType::kI8, DType::kF8E4M3}) {

@@ -221,7 +221,7 @@ bool Mine(int64_t index) {
 const DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 const char* NameOf(DType dtype) { return dtype == DType::kF32 ? "f32" : dtype == DType::kF16 ? "f16" : "bf16"; }
 
-TEST(ChainNorms) {
+ONE_THREAD_TEST(ChainNorms) {
   Random random(1);
   int64_t index = 0;
   for (int64_t n : {1,   2,   3,    7,    8,    15,   16,   17,   63,   64,   65,   127,  255,  256,   257,   511,  512,
@@ -245,7 +245,7 @@ TEST(ChainNorms) {
   }
 }
 
-TEST(ChainActivationsAndViews) {
+ONE_THREAD_TEST(ChainActivationsAndViews) {
   Random random(2);
   int64_t index = 0;
   for (int64_t n : {1, 5, 8, 31, 64, 100, 1152, 5000}) {

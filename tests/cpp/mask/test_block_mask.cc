@@ -64,7 +64,7 @@ std::vector<uint8_t> Dense(const BlockMask& mask, int32_t table) {
   return dense;
 }
 
-TEST(BlockMasksEqualTheDefinition) {
+ONE_THREAD_TEST(BlockMasksEqualTheDefinition) {
   static const std::vector<std::pair<int, int>> kTiles = {{1, 32}, {4, 32}, {8, 64}, {32, 64}, {64, 64}, {5, 96}};
   int64_t pairs = 0;
   for (int i = 0, count = Cases(1500); i < count; ++i) {
@@ -96,7 +96,7 @@ TEST(BlockMasksEqualTheDefinition) {
 
 // Masks that are a table, whose rows may be read as they lie: elements of all bytes, positions behind others, tiles
 // that end with the keys or before, axes of one element, and look-ups that are no rows.
-TEST(BlockMasksOfTables) {
+ONE_THREAD_TEST(BlockMasksOfTables) {
   constexpr int64_t kB = 2, kH = 3, kS = 70, kT = 203, kP = 9;
   struct Form {
     const char* text;
@@ -187,7 +187,7 @@ TEST(BlockMasksShareWhatIsEqual) {
   CountCases(7);
 }
 
-TEST(BlockMaskBuilderRefuses) {
+ONE_THREAD_TEST(BlockMaskBuilderRefuses) {
   MaskExpr expr;
   BlockMask mask;
   CHECK(MaskExpr::Parse("k <= q", {}, &expr).ok());

@@ -310,7 +310,7 @@ void CheckEntry(const MaskEntry& entry, const RandomMask& random, const MaskForm
   if (mask.bits.empty() && longest > 0) ++seen->full;
 }
 
-TEST(DeviceMasksAreWhatTheHostMade) {
+ONE_THREAD_TEST(DeviceMasksAreWhatTheHostMade) {
   const fake::Live before = fake::GetLive();
   Random random(5);
   Seen seen;

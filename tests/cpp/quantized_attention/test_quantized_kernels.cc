@@ -249,7 +249,7 @@ TEST(QuantizedAttentionOverManyKeys) {
 }
 
 // So many equal exponentials are more than 32 bits of a lane hold.
-TEST(QuantizedAttentionAddsManyExponentials) {
+ONE_THREAD_TEST(QuantizedAttentionAddsManyExponentials) {
   Drawn drawn;
   QuantizedAttentionArgs& args = drawn.args;
   args.attention.shape = {1, 1, 1, 1, 2200000, 1, 1, DType::kF32};

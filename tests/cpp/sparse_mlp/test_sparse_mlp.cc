@@ -16,6 +16,9 @@
 namespace stof::test::sparse_mlp {
 namespace {
 
+// Under sanitizers every third case of loops whose lengths have no factor 3.
+bool IsLeftOut(int64_t number) { return Effort() < 1 && number % 3 != 0; }
+
 void RunTable(CpuIsa isa) {
   ThreadPool pool(3);
   Starved starved(pool.view());
@@ -40,9 +43,11 @@ void RunTokensAlone(CpuIsa isa) {
   };
   constexpr Weights kWeights[] = {{0, 0, 32}, {4, 0, 32},  {8, 0, 32}, {4, 4, 16},
                                   {4, 4, 32}, {4, 4, 128}, {8, 4, 16}, {8, 4, 64}};
+  int64_t number = 0;
   for (const double density : {0.05, 0.5, 0.9, 1.0}) {
     for (const Weights& weights : kWeights) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        if (IsLeftOut(number++)) continue;
         Case c;
         c.T = 31, c.K = 1100, c.F = 150, c.N = 530, c.density = density, c.dtype = dtype;
         c.bits = weights.bits, c.accuracy_level = weights.level, c.block = weights.block;
@@ -72,7 +77,7 @@ void RunEachIsa(void (*run)(CpuIsa isa)) {
 }
 
 TEST(SparseMlpTable) { RunEachIsa(RunTable); }
-TEST(SparseMlpTokensAlone) { RunEachIsa(RunTokensAlone); }
+ONE_THREAD_TEST(SparseMlpTokensAlone) { RunEachIsa(RunTokensAlone); }
 
 // Rows of idle neurons are poisoned, and may not reach the output: they are not read.
 TEST(SparseMlpIdleRowsAreNotRead) {
@@ -104,8 +109,10 @@ void RunInfiniteWeights(CpuIsa isa, DType dtype) {
   const float single = std::numeric_limits<float>::infinity();
   const int64_t item = SizeOf(dtype);
   const void* const infinity = item == 4 ? static_cast<const void*>(&single) : &half;
+  int64_t number = 0;
   for (const int64_t T : {2, 5, 13, 20, 32, 40, 64, 81}) {
     for (const double density : {0.1, 0.3, 0.5, 0.6, 0.95}) {
+      if (IsLeftOut(number++)) continue;
       Case c;
       c.T = T, c.K = 70, c.F = 190, c.N = T % 2 == 0 ? 96 : 590, c.density = density, c.dtype = dtype;
       Problem problem(c, 11);
@@ -130,7 +137,7 @@ void RunInfiniteWeights(CpuIsa isa, DType dtype) {
     }
   }
 }
-TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
+ONE_THREAD_TEST(SparseMlpInfiniteWeightsOfOtherTokens) {
   RunEachIsa([](CpuIsa isa) {
     for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) RunInfiniteWeights(isa, dtype);
   });
