@@ -8,6 +8,7 @@
 #define STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
 
 #include "cpu/sparse_mlp/dots.h"
+#include "cpu/sparse_mlp/sparse_mlp_bf16.h"
 
 namespace stof {
 namespace cpu {
@@ -245,8 +246,27 @@ inline bool IsDenseGroup(const DotProblem& problem, int64_t first, int64_t last)
   return 100 * pairs > percent * (last - first) * problem.tokens;
 }
 
+// Dense groups that lie together are multiplied by instructions for bf16, pairs in fp32. All have tokens in bf16.
+inline void DotsBf16(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
+                     int64_t token_stride) {
+  int64_t dense = first;  // the first row that is not multiplied yet
+  const auto multiply_before = [&](int64_t end) {
+    if (dense == end) return;
+    problem.bf16->dots(problem, dense, end, out + (dense - first) * row_stride, row_stride, token_stride);
+  };
+  for (int64_t i = first; i < last; i += kPairRows) {
+    const int64_t end = Min(last, i + kPairRows);
+    if (IsDenseGroup(problem, i, end)) continue;
+    multiply_before(i);
+    PairGroup(problem, i, end).Run(out + (i - first) * row_stride, row_stride, token_stride);
+    dense = end;
+  }
+  multiply_before(last);
+}
+
 inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
                      int64_t token_stride) {
+  if (problem.x_bf16 != nullptr) return DotsBf16(problem, first, last, out, row_stride, token_stride);
   if (problem.x_panels == nullptr) return DotRowGroups(problem, first, last, out, row_stride, token_stride);
   static_assert(kPairRows % kSlabRows == 0, "rows of pairs are rows of panels");
   for (int64_t i = first; i < last; i += kPairRows) {
