@@ -339,11 +339,12 @@ class Runner {
 
   // Whether so many pairs of a neuron and a token are needed that all are computed, many tokens at a time.
   bool HasPanelSums() const {
-    constexpr int64_t kPanelSumsPercent = 45;
-    if (b_.tokens < cpu::kManyTokens || (b_.down.bits > 0 && a_.accuracy_level == 4)) return false;
+    constexpr int64_t kFp32Percent = 45, kBf16Percent = 30;
+    if (b_.down.bits > 0 && a_.accuracy_level == 4) return false;
+    if (!b_.rounds_hidden && b_.tokens < cpu::kManyTokens) return false;
     int64_t pairs = 0;
     for (int64_t i = 0; i < b_.count; ++i) pairs += __builtin_popcountll(b_.list_masks[i]);
-    return 100 * pairs > kPanelSumsPercent * b_.count * b_.tokens;
+    return 100 * pairs > (b_.rounds_hidden ? kBf16Percent : kFp32Percent) * b_.count * b_.tokens;
   }
 
   void Down() {
@@ -359,7 +360,7 @@ class Runner {
     const int64_t count = CeilDiv(a_.N, columns);
     ParallelFor(parallel_, count * cpu::kMlpParts, tasks, [this, columns, count, is_bf16](int64_t i, int64_t /*task*/) {
       const int64_t first = i % count * columns, last = std::min(a_.N, first + columns);
-      if (!is_bf16 || !bf16_->down(b_, i / count, first, last)) kernels_.down(b_, i / count, first, last);
+      (is_bf16 ? bf16_->down : kernels_.down)(b_, i / count, first, last);
     });
     constexpr int64_t kFinishColumns = 256;
     ParallelFor(parallel_, CeilDiv(a_.N, kFinishColumns), TasksFor(b_.tokens * a_.N * 4),
@@ -382,6 +383,10 @@ class Runner {
 }  // namespace
 
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args) { return Layout(args).bytes; }
+
+int64_t CpuBf16MlpTokens(CpuIsa isa) {
+  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::sparse_mlp_bf16) ? cpu::kBf16Tokens : 0;
+}
 
 void CpuRoundMlpWeight(CpuIsa isa, const float* from, int64_t count, uint16_t* to) {
   cpu::KernelsOf(isa).sparse_mlp->round(from, count, to);

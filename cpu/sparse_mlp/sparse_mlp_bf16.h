@@ -11,8 +11,8 @@
 namespace stof {
 namespace cpu {
 
-// Blocks of so many tokens and more are multiplied in bf16.
-constexpr int64_t kBf16Tokens = 32;
+// Blocks of so many tokens and more are multiplied in bf16: fewer wait for weights (docs/lab/cpu-experiments.md).
+constexpr int64_t kBf16Tokens = 16;
 // Rows of bf16 tokens are padded to a multiple of it: the depth of a tile register.
 constexpr int64_t kBf16Padding = 32;
 
@@ -28,9 +28,9 @@ struct SparseMlpBf16Kernels {
   // SparseMlpKernels::dots for rows in bf16, at most kMlpNeurons, and all tokens of DotProblem::x_bf16.
   void (*dots)(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
                int64_t token_stride);
-  // SparseMlpKernels::down, where all rows are added to all tokens: hidden values of idle pairs are 0. Returns whether
-  // the sums are finite; where they are not, a row of infinity or NaN may have reached tokens that do not need it.
-  bool (*down)(const MlpBlock& block, int64_t part, int64_t first, int64_t last);
+  // SparseMlpKernels::down for rows in bf16, without panel sums. Finite rows are added to all tokens: hidden values of
+  // idle pairs are 0.
+  void (*down)(const MlpBlock& block, int64_t part, int64_t first, int64_t last);
 };
 
 }  // namespace cpu

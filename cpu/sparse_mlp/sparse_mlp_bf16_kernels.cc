@@ -31,6 +31,15 @@ void FillBf16Panel(const float* x, int64_t stride, int64_t tokens, int64_t size,
 
 constexpr int64_t kDotDepthBf16 = 256;  // of rows and panels at a time: they stay in the L1 cache
 
+// to[depth] = a row, zeros up to the padding.
+inline void CopyRow(const char* row, int64_t depth, Bf16* to) {
+  int64_t k = 0;
+  for (; k + kBf16Padding <= depth; k += kBf16Padding) std::memcpy(to + k, row + 2 * k, 2 * kBf16Padding);
+  if (k == depth) return;
+  Fill(to + k, to + k + kBf16Padding, Bf16{0});
+  std::memcpy(to + k, row + 2 * k, static_cast<size_t>(depth - k) * 2);
+}
+
 // Multiplies a buffer of `rows` rows by all panels, some rows and panels at a time.
 template <typename Ahead>
 void AddDotTiles(const Bf16Factors& f, int64_t rows, int64_t panels, const Ahead& ahead) {
@@ -61,8 +70,7 @@ void DotsBf16(const DotProblem& p, int64_t first, int64_t last, float* out, int6
       const int64_t some = Min(kMostTileRows, count - i);
       const char* next[kMostTileRows];
       for (int64_t r = 0; r < some; ++r) {
-        std::memcpy(rows + r * kStride, row_at(first + i + r, k0), static_cast<size_t>(depth) * 2);
-        Fill(rows + r * kStride + depth, rows + r * kStride + padded, Bf16{0});
+        CopyRow(row_at(first + i + r, k0), depth, rows + r * kStride);
         next[r] = is_last ? row_at(last + i + r, 0) : row_at(first + i + r, k0 + depth);
       }
       const Bf16Factors factors = {rows,
@@ -118,20 +126,26 @@ class DownPart {
     Fill(hidden_, hidden_ + kMlpTokens * kHiddenStride, Bf16{0});
   }
 
-  // Columns [begin, end) of neurons [first, first + count) of the list, at most kDownDepth.
-  void Add(int64_t first, int64_t count, int64_t begin, int64_t end) {
+  // Columns [begin, end) of neurons [first, first + count) of the list, at most kDownDepth. leaves_out: rows that are
+  // not finite are added to the tokens alone that need them.
+  void Add(int64_t first, int64_t count, int64_t begin, int64_t end, bool leaves_out) {
     LoadHidden(first, count);
     for (int64_t n = begin; n < end; n += kDownColumns) {
       const int64_t columns = Min(kDownColumns, end - n);
-      for (int64_t k = 0; k < depth_; k += 2) {
-        const auto row = [&](int64_t i) { return i < count ? RowAt(first + i, n) : nullptr; };
-        InterleaveRows(row(k), row(k + 1), columns, rows_ + k * kPanelWidth);
+      const Bf16* row[kDownDepth];
+      for (int64_t i = 0; i < depth_; ++i) {
+        const bool is_added = i < count && !(leaves_out && !IsFinite(RowAt(first + i, n), columns));
+        row[i] = is_added ? RowAt(first + i, n) : nullptr;
       }
+      for (int64_t i = 0; i < depth_; i += 2) InterleaveRows(row[i], row[i + 1], columns, rows_ + i * kPanelWidth);
       const bool is_last = n + columns == end;
       for (int64_t i = 0; i < kDownDepth; ++i) {
         next_[i] = is_last ? RowAt(first + count + i, begin) : RowAt(first + i, n + columns);
       }
       AddColumns(n, columns);
+      for (int64_t i = 0; i < count && leaves_out; ++i) {
+        if (row[i] == nullptr) AddToTokens(first + i, n, columns);
+      }
     }
   }
 
@@ -157,6 +171,22 @@ class DownPart {
         std::memcpy(&bits, from + t, 4);
         hidden_[t * kHiddenStride + i] = static_cast<Bf16>(bits >> 16);
       }
+    }
+  }
+
+  static bool IsFinite(const Bf16* row, int64_t columns) {
+    bool is_finite = true;
+    for (int64_t n = 0; n < columns; ++n) is_finite &= (row[n] & 0x7f80) != 0x7f80;
+    return is_finite;
+  }
+
+  void AddToTokens(int64_t i, int64_t n, int64_t columns) {
+    float row[kDownColumns];
+    ToFloats(RowAt(i, n), DType::kBF16, columns, row);
+    for (uint64_t left = b_.list_masks[i]; left != 0; left &= left - 1) {
+      const int64_t t = __builtin_ctzll(left);
+      float* const sums = sums_ + t * b_.sums_stride + n;
+      for (int64_t c = 0; c < columns; ++c) sums[c] += b_.hidden[i * b_.tokens + t] * row[c];
     }
   }
 
@@ -207,24 +237,29 @@ class DownPart {
   alignas(64) Bf16 rows_[kDownPanels * kDownPanelValues];
 };
 
-bool DownBf16(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
-  const ConfiguredTiles tiles(kWholeDepthBytes);
-  const int64_t first = b.part_begin[part], last = b.part_begin[part + 1], count = last - first;
+// Columns [begin, end) of the sums of a part.
+inline void AddPartBf16(const MlpBlock& b, int64_t part, int64_t begin, int64_t end, bool leaves_out) {
+  const int64_t first = b.part_begin[part], last = b.part_begin[part + 1];
   float* const sums = b.sums + part * b.tokens * b.sums_stride;
   // Sums lie up to a whole vector behind the last column: tiles add to them, and nothing reads them.
   const int64_t behind = RoundUp(end, kPanelWidth);
-  for (int64_t t = 0; t < b.tokens; ++t)
+  for (int64_t t = 0; t < b.tokens; ++t) {
     Fill(sums + t * b.sums_stride + begin, sums + t * b.sums_stride + behind, 0.0f);
-  if (count == 0) return true;
+  }
+  if (first == last) return;
   DownPart down(b, part);
-  const int64_t groups = (count + kDownDepth - 1) / kDownDepth;
   for (int64_t n = begin; n < end; n += kDownStep) {
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t from = first + g * kDownDepth;
-      down.Add(from, Min(kDownDepth, last - from), n, Min(end, n + kDownStep));
+    for (int64_t i = first; i < last; i += kDownDepth) {
+      down.Add(i, Min(kDownDepth, last - i), n, Min(end, n + kDownStep), leaves_out);
     }
   }
-  return AreSumsFinite(b, part, begin, end);
+}
+
+void DownBf16(const MlpBlock& b, int64_t part, int64_t begin, int64_t end) {
+  const ConfiguredTiles tiles(kWholeDepthBytes);
+  AddPartBf16(b, part, begin, end, false);
+  // A row of infinity or NaN makes the sums of tokens that do not need it NaN. The order of additions stays.
+  if (!AreSumsFinite(b, part, begin, end)) AddPartBf16(b, part, begin, end, true);
 }
 
 }  // namespace
