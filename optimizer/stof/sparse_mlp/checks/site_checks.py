@@ -103,15 +103,10 @@ def _compare_site(
     weights = MlpWeights.of(site, original)
     rounding = 0.0
     if (computed := captured.get(site.output)) is not None:
-        # A half-precision model runs as its fp32 twin: its tensors are compared before they are rounded.
-        exact, single = (
-            _Expected(site, gate_rows, tokens_in, weights).output(kind) for kind in (np.float64, np.float32)
-        )
-        away = largest_number(computed.reshape(-1, site.output_size)[tokens].astype(np.float64) - exact)
-        budget = _ORIGINAL_FACTOR * (largest_number(single - exact) + _ULPS * ulp_of_largest(exact, computed.dtype))
+        computed = computed.reshape(-1, site.output_size)[tokens]
+        away, budget = _distance_of_original(_Expected(site, gate_rows, tokens_in, weights), computed)
         if site.quantization is not None:
-            # Where ONNX Runtime quantizes tokens, too, its own error is what is allowed.
-            rounding, budget = away, max(budget, _QUANTIZED_SHARE * largest_number(exact))
+            rounding = away  # where ONNX Runtime quantizes tokens, too, its own error is what is allowed
         if away > budget:
             detail = "the replaced nodes compute something else than the operator's contract"
             return Comparison(what, away, budget, False, site.name, detail)
@@ -150,14 +145,24 @@ def _compare_site(
     coverage = Coverage(result.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
     rms = None
     if precision is not None:
-        # Many tokens are rounded, too, on CPUs with kernels for it: their error counts on every machine.
         rounded_all = replace(expected, factors=precision)
-        narrow = rounded_all.output(np.float64)
-        errors = (relative_rms(result, exact), relative_rms(narrow, exact))
-        rms = max((x for x in errors if x is not None), default=None)
-        if away > budget and thresholds is None:
-            away = largest_number(np.maximum(np.abs(result - narrow) - rounded_all.bound(), 0.0))
+        rms = rounded_all.largest_error(result, exact)
+        if away > budget and thresholds is None:  # tokens that run one after the other are not rounded
+            away = rounded_all.distance(result)
     return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage, relative_rms=rms)
+
+
+def _distance_of_original(expected: _Expected, computed: np.ndarray) -> tuple[float, float]:
+    """How far what the original computes is from the contract, and how far it may be.
+
+    A half-precision model runs as its fp32 twin: its tensors are compared before they are rounded.
+    """
+    exact, single = (expected.output(kind) for kind in (np.float64, np.float32))
+    away = largest_number(computed.astype(np.float64) - exact)
+    budget = _ORIGINAL_FACTOR * (largest_number(single - exact) + _ULPS * ulp_of_largest(exact, computed.dtype))
+    if expected.site.quantization is not None:
+        budget = max(budget, _QUANTIZED_SHARE * largest_number(exact))
+    return away, budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +204,20 @@ class _Expected:
             active=self.active,
         )
 
-    def bound(self) -> np.ndarray:
-        """How far from the output with rounded factors a kernel may be, element by element; of all neurons."""
+    def largest_error(self, result: np.ndarray, exact: np.ndarray) -> float | None:
+        """The relative RMS error of a result or of this definition, the larger one; None where ``exact`` is 0.
+
+        Many tokens are rounded on CPUs with kernels for it. Their error counts on every machine.
+        """
+        errors = (relative_rms(result, exact), relative_rms(self.output(np.float64), exact))
+        return max((x for x in errors if x is not None), default=None)
+
+    def distance(self, result: np.ndarray) -> float:
+        """How far a result is from the output with rounded factors, beyond what ties of hidden values explain; of all neurons."""
         assert self.factors is not None
         inputs = self.inputs if self.site.up is not None else None
-        return bound_rounding(self.site, self.gate, inputs, self.weights, self.factors)
+        bound = bound_rounding(self.site, self.gate, inputs, self.weights, self.factors)
+        return largest_number(np.maximum(np.abs(result - self.output(np.float64)) - bound, 0.0))
 
 
 def _run(
