@@ -16,6 +16,7 @@ struct PackedGemmBf16Kernels;
 struct PackedGemmKernels;
 struct PagesKernels;
 struct QuantizedAttentionKernels;
+struct SparseMlpBf16Kernels;
 struct SparseMlpKernels;
 
 // A member for each source OPERATOR_kernels.cc.
@@ -29,6 +30,7 @@ struct KernelTable {
   const PackedGemmKernels* packed_gemm = nullptr;
   const PackedGemmBf16Kernels* packed_gemm_bf16 = nullptr;  // sets without bf16 instructions have none
   const SparseMlpKernels* sparse_mlp = nullptr;
+  const SparseMlpBf16Kernels* sparse_mlp_bf16 = nullptr;  // sets without bf16 instructions have none
   const QuantizedAttentionKernels* quantized_attention = nullptr;
 };
 const KernelTable& KernelsOf(CpuIsa isa);

@@ -98,11 +98,12 @@ inline void AddLastTileProducts(const void* left, int64_t left_step, const void*
 
 // Adds the products of kRows blocks of 16 rows and kBlock blocks of 16 columns, each 1 or 2, over kTileDepth elements
 // of K. Sums of row block i and column block j are in tile 2 i + j. Tiles 6 and 7 need all 64 bytes of K. A factor's
-// block is 1 KiB that lies together; its blocks are so many bytes apart.
+// block is 1 KiB that lies together, or on the left rows left_step bytes apart; its blocks are so many bytes apart.
 template <int kRows, int kBlock>
-inline void AddTileGrid(const void* left, int64_t left_block, const void* right, int64_t right_block) {
+inline void AddTileGrid(const void* left, int64_t left_block, const void* right, int64_t right_block,
+                        int64_t left_step = 64) {
   const char *const a = static_cast<const char*>(left), *const b = static_cast<const char*>(right);
-  _tile_loadd(4, a, 64);
+  _tile_loadd(4, a, left_step);
   _tile_loadd(6, b, 64);
   STOF_MULTIPLY_TILES(0, 4, 6);
   if constexpr (kBlock > 1) {
@@ -110,7 +111,7 @@ inline void AddTileGrid(const void* left, int64_t left_block, const void* right,
     STOF_MULTIPLY_TILES(1, 4, 7);
   }
   if constexpr (kRows > 1) {
-    _tile_loadd(5, a + left_block, 64);
+    _tile_loadd(5, a + left_block, left_step);
     STOF_MULTIPLY_TILES(2, 5, 6);
     if constexpr (kBlock > 1) STOF_MULTIPLY_TILES(3, 5, 7);
   }
@@ -123,6 +124,16 @@ inline void StoreSumTiles(void* to, int64_t step, int64_t block_step) {
   if constexpr (kBlock > 1) _tile_stored(1, block + block_step, step);
   if constexpr (kBlock > 2) _tile_stored(2, block + 2 * block_step, step);
   if constexpr (kBlock > 3) _tile_stored(3, block + 3 * block_step, step);
+}
+
+// Loads sums that AddTileGrid adds to. step: bytes between rows.
+template <int kRows, int kBlock>
+inline void LoadTileGrid(const float* from, int64_t step) {
+  const char* const at = reinterpret_cast<const char*>(from);
+  _tile_loadd(0, at, step);
+  if constexpr (kBlock > 1) _tile_loadd(1, at + 4 * kSumColumns, step);
+  if constexpr (kRows > 1) _tile_loadd(2, at + kSumRows * step, step);
+  if constexpr (kRows > 1 && kBlock > 1) _tile_loadd(3, at + kSumRows * step + 4 * kSumColumns, step);
 }
 
 // Stores what AddTileGrid has summed. step: bytes between rows.

@@ -8,6 +8,7 @@
 #define STOF_CPU_SPARSE_MLP_DOTS_MANY_TOKENS_H_
 
 #include "cpu/sparse_mlp/dots.h"
+#include "cpu/sparse_mlp/sparse_mlp_bf16.h"
 
 namespace stof {
 namespace cpu {
@@ -24,6 +25,8 @@ constexpr int64_t kPairRows = 24;
 // are not needed cost more.
 constexpr int64_t kPanelPercent = 45;
 constexpr int64_t kPanelPercentOfFewer = kWidth >= 16 ? 25 : 45, kFewerTokens = 48;
+// Of panels in bf16, which take half of the time.
+constexpr int64_t kBf16DensePercent = 15;
 static_assert(kMlpNeurons % kPairRows == 0, "the rows of a task are whole groups");
 
 // Rows of a tile. Its rows * panels * kPanelVectors accumulators fit the registers: AVX-512 12 * 2 or 6 * 4, AVX2 6 *
@@ -153,6 +156,12 @@ class PanelGroup {
                    Min(kPanelDepth, depth - k), some_next, BytesOf(p_.rows, kPrefetchDepth), sums_);
       }
     }
+    if (row_stride == 1) {  // token by token: tokens a multiple of 4 KiB apart share cache sets
+      for (int64_t t = 0; t < p_.tokens; ++t) {
+        for (int64_t i = 0; i < count_; ++i) out[i + t * token_stride] = sums_[i * kMlpTokens + t];
+      }
+      return;
+    }
     for (int64_t i = 0; i < count_; ++i) {
       for (int64_t t = 0; t < p_.tokens; ++t) out[i * row_stride + t * token_stride] = sums_[i * kMlpTokens + t];
     }
@@ -241,12 +250,33 @@ inline bool IsDenseGroup(const DotProblem& problem, int64_t first, int64_t last)
   if (problem.masks == nullptr) return true;
   int64_t pairs = 0;
   for (int64_t i = first; i < last; ++i) pairs += __builtin_popcountll(problem.masks[i]);
-  const int64_t percent = problem.tokens <= kFewerTokens ? kPanelPercentOfFewer : kPanelPercent;
+  const int64_t percent = problem.x_bf16 != nullptr        ? kBf16DensePercent
+                          : problem.tokens <= kFewerTokens ? kPanelPercentOfFewer
+                                                           : kPanelPercent;
   return 100 * pairs > percent * (last - first) * problem.tokens;
+}
+
+// Dense groups that lie together are multiplied by instructions for bf16, pairs in fp32. All have tokens in bf16.
+inline void DotsOfBf16Tokens(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
+                             int64_t token_stride) {
+  int64_t dense = first;  // the first row that is not multiplied yet
+  const auto multiply_before = [&](int64_t end) {
+    if (dense == end) return;
+    problem.bf16->dots(problem, dense, end, out + (dense - first) * row_stride, row_stride, token_stride);
+  };
+  for (int64_t i = first; i < last; i += kPairRows) {
+    const int64_t end = Min(last, i + kPairRows);
+    if (IsDenseGroup(problem, i, end)) continue;
+    multiply_before(i);
+    PairGroup(problem, i, end).Run(out + (i - first) * row_stride, row_stride, token_stride);
+    dense = end;
+  }
+  multiply_before(last);
 }
 
 inline void DotsFp32(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,
                      int64_t token_stride) {
+  if (problem.x_bf16 != nullptr) return DotsOfBf16Tokens(problem, first, last, out, row_stride, token_stride);
   if (problem.x_panels == nullptr) return DotRowGroups(problem, first, last, out, row_stride, token_stride);
   static_assert(kPairRows % kSlabRows == 0, "rows of pairs are rows of panels");
   for (int64_t i = first; i < last; i += kPairRows) {

@@ -3,8 +3,11 @@
 #include "cpu/sparse_mlp/sparse_mlp.h"
 
 #include <algorithm>
+#include <optional>
 
+#include "cpu/isa_of_kernels.h"
 #include "cpu/kernel_table.h"
+#include "cpu/sparse_mlp/sparse_mlp_bf16.h"
 #include "plugins/core/base/integers.h"
 #include "plugins/core/base/parallel_for.h"
 
@@ -21,6 +24,19 @@ using cpu::SparseMlpKernels;
 constexpr int64_t kTaskBytes = 64 << 10;   // of weights that a task reads, or values that it selects: a few us
 constexpr int kPredictorBits = 8;          // of a quantized predictor
 constexpr int64_t kLeastPieceBytes = 256;  // bytes of a down row that a thread reads
+
+// Whether a gate or up weight is rounded: where kernels for it run, they multiply it by rounded tokens.
+bool ReadsBf16Tokens(const SparseMlpArgs& a) {
+  return a.gate_weight.rounded != nullptr || a.up_weight.rounded != nullptr;
+}
+
+// The kernels that multiply rounded weights in bf16; nullptr where the instruction set has none, or no weight is
+// rounded.
+const cpu::SparseMlpBf16Kernels* FindBf16Kernels(const SparseMlpArgs& a, CpuIsa isa) {
+  if (a.T < cpu::kBf16Tokens || (!ReadsBf16Tokens(a) && a.down_weight.rounded == nullptr)) return nullptr;
+  const std::optional<CpuIsa> found = cpu::FindIsaOfKernels(isa, &cpu::KernelTable::sparse_mlp_bf16);
+  return found ? cpu::KernelsOf(*found).sparse_mlp_bf16 : nullptr;
+}
 
 // The buffers of a call, in one workspace.
 class Layout {
@@ -50,6 +66,10 @@ class Layout {
     x_panels = Take(reads_input ? panel_tokens * a.K : 0, sizeof(float));
     projected_panels = Take(panel_tokens * a.R, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
+    const bool has_bf16_tokens = tokens >= cpu::kBf16Tokens && ReadsBf16Tokens(a);
+    x_bf16 =
+        Take(has_bf16_tokens ? CeilDiv(tokens, cpu::kPanelTokens) * cpu::Bf16PanelValues(a.K) : 0, sizeof(uint16_t));
+    x_rounded = Take(has_bf16_tokens ? tokens * x_stride : 0, sizeof(float));
     values = Take(tokens * a.F, sizeof(float));
     masks = Take(a.F, sizeof(uint64_t));
     list_masks = Take(a.F, sizeof(uint64_t));
@@ -64,7 +84,7 @@ class Layout {
   int64_t predictor_int8_stride = 0, predictor_sums_stride = 0;
   size_t predictor_int8 = 0, predictor_scales = 0, predictor_sums = 0;
   size_t x_int8 = 0, x_scales = 0, x_sums = 0, x = 0, x_panels = 0, projected_panels = 0, projected = 0, values = 0,
-         masks = 0, list_masks = 0, neurons = 0, hidden = 0, sums = 0;
+         masks = 0, list_masks = 0, neurons = 0, hidden = 0, sums = 0, x_bf16 = 0, x_rounded = 0;
   size_t bytes = 0;
 
  private:
@@ -121,6 +141,7 @@ class Runner {
   Runner(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel)
       : a_(args),
         kernels_(*cpu::KernelsOf(isa).sparse_mlp),
+        bf16_(FindBf16Kernels(args, isa)),
         parallel_(parallel),
         layout_(args),
         workspace_(static_cast<char*>(workspace)) {
@@ -141,6 +162,8 @@ class Runner {
   void Run(int64_t first, int64_t last) {
     const int64_t item = SizeOf(a_.dtype);
     b_.tokens = last - first;
+    is_bf16_ = bf16_ != nullptr && b_.tokens >= cpu::kBf16Tokens;
+    b_.rounds_hidden = is_bf16_ && a_.down_weight.rounded != nullptr;
     b_.output = static_cast<char*>(a_.output) + first * a_.N * item;
     b_.gate = a_.gate == nullptr ? nullptr : static_cast<const char*>(a_.gate) + first * a_.F * item;
     if (b_.gate_dots.rows.data != nullptr || b_.up_dots.rows.data != nullptr) {
@@ -184,11 +207,17 @@ class Runner {
     }
     const bool has_float_predictor = a_.predictor_down.data != nullptr && a_.predictor_down.scales == nullptr;
     x_panels_ = nullptr;
-    if (!layout_.is_int8 || has_float_predictor) {
+    const bool has_bf16_tokens = is_bf16_ && ReadsBf16Tokens(a_);
+    if (has_bf16_tokens) RoundTokens();
+    if (HasFp32Tokens() || has_float_predictor) {
       x_panels_ = FillPanels(x_, layout_.x_stride, a_.K, At<float>(layout_.x_panels));
     }
     for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
       dots->x = x_, dots->x_stride = layout_.x_stride, dots->x_panels = x_panels_;
+      dots->x_bf16 = nullptr, dots->bf16 = bf16_;
+      if (has_bf16_tokens && dots->rows.dtype == DType::kBF16) {
+        dots->x = At<float>(layout_.x_rounded), dots->x_panels = nullptr, dots->x_bf16 = At<uint16_t>(layout_.x_bf16);
+      }
       if (layout_.is_int8) {
         dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
         dots->x_int8_stride = layout_.x_int8_stride, dots->x_scales_stride = layout_.x_scales_stride,
@@ -197,6 +226,28 @@ class Runner {
       dots->tokens = b_.tokens;
       dots->neurons = b_.neurons, dots->masks = b_.list_masks;
     }
+  }
+
+  // Whether a gate or up weight is multiplied by tokens in fp32.
+  bool HasFp32Tokens() const {
+    if (layout_.is_int8) return false;
+    const auto is_fp32 = [this](const SparseMlpWeight& weight) {
+      return weight.data != nullptr && (!is_bf16_ || weight.rounded == nullptr);
+    };
+    return is_fp32(a_.gate_weight) || is_fp32(a_.up_weight);
+  }
+
+  // Tokens rounded to bf16: in panels, and as rows in fp32.
+  void RoundTokens() {
+    auto* const panels = At<uint16_t>(layout_.x_bf16);
+    float* const rounded = At<float>(layout_.x_rounded);
+    const int64_t stride = layout_.x_stride;
+    ParallelFor(parallel_, CeilDiv(b_.tokens, cpu::kPanelTokens), TasksFor(b_.tokens * a_.K * 4),
+                [=](int64_t i, int64_t /*task*/) {
+                  const int64_t first = i * cpu::kPanelTokens;
+                  bf16_->fill_panel(x_ + first * stride, stride, std::min(cpu::kPanelTokens, b_.tokens - first), a_.K,
+                                    panels + i * cpu::Bf16PanelValues(a_.K), rounded + first * stride);
+                });
   }
 
   // Many tokens in panels, else nullptr.
@@ -288,15 +339,18 @@ class Runner {
 
   // Whether so many pairs of a neuron and a token are needed that all are computed, many tokens at a time.
   bool HasPanelSums() const {
-    constexpr int64_t kPanelSumsPercent = 45;
-    if (b_.tokens < cpu::kManyTokens || (b_.down.bits > 0 && a_.accuracy_level == 4)) return false;
+    constexpr int64_t kFp32Percent = 45, kBf16Percent = 30;
+    if (b_.down.bits > 0 && a_.accuracy_level == 4) return false;
+    if (!b_.rounds_hidden && b_.tokens < cpu::kManyTokens) return false;
     int64_t pairs = 0;
     for (int64_t i = 0; i < b_.count; ++i) pairs += __builtin_popcountll(b_.list_masks[i]);
-    return 100 * pairs > kPanelSumsPercent * b_.count * b_.tokens;
+    return 100 * pairs > (b_.rounds_hidden ? kBf16Percent : kFp32Percent) * b_.count * b_.tokens;
   }
 
   void Down() {
-    b_.has_panel_sums = HasPanelSums();
+    const bool is_dense = HasPanelSums();
+    const bool is_bf16 = is_dense && b_.rounds_hidden;
+    b_.has_panel_sums = is_dense && !is_bf16;
     const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(b_.down.dtype)), 8);
     const int64_t tasks = TasksFor(b_.count * row + b_.tokens * a_.N * 4);
     // Whole rows for each thread, where there are as many parts as threads.
@@ -304,9 +358,9 @@ class Runner {
                                                std::max<int64_t>(1, row / kLeastPieceBytes));
     const int64_t columns = RoundUp(CeilDiv(a_.N, pieces), cpu::kColumnUnit);
     const int64_t count = CeilDiv(a_.N, columns);
-    ParallelFor(parallel_, count * cpu::kMlpParts, tasks, [this, columns, count](int64_t i, int64_t /*task*/) {
-      const int64_t first = i % count * columns;
-      kernels_.down(b_, i / count, first, std::min(a_.N, first + columns));
+    ParallelFor(parallel_, count * cpu::kMlpParts, tasks, [this, columns, count, is_bf16](int64_t i, int64_t /*task*/) {
+      const int64_t first = i % count * columns, last = std::min(a_.N, first + columns);
+      (is_bf16 ? bf16_->down : kernels_.down)(b_, i / count, first, last);
     });
     constexpr int64_t kFinishColumns = 256;
     ParallelFor(parallel_, CeilDiv(a_.N, kFinishColumns), TasksFor(b_.tokens * a_.N * 4),
@@ -317,16 +371,22 @@ class Runner {
 
   const SparseMlpArgs& a_;
   const SparseMlpKernels& kernels_;
+  const cpu::SparseMlpBf16Kernels* const bf16_;
   const Parallel& parallel_;
   const Layout layout_;
   char* const workspace_;
   const float *x_ = nullptr, *x_panels_ = nullptr;
+  bool is_bf16_ = false;  // rounded weights are multiplied by rounded factors
   MlpBlock b_;
 };
 
 }  // namespace
 
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args) { return Layout(args).bytes; }
+
+int64_t CpuBf16MlpTokens(CpuIsa isa) {
+  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::sparse_mlp_bf16) ? cpu::kBf16Tokens : 0;
+}
 
 void CpuRoundMlpWeight(CpuIsa isa, const float* from, int64_t count, uint16_t* to) {
   cpu::KernelsOf(isa).sparse_mlp->round(from, count, to);

@@ -42,6 +42,8 @@ STOF_ALWAYS_INLINE int64_t BytesOf(const NeuronRows& rows, int64_t values) {
   return rows.bits > 0 ? values * rows.bits / 8 : values * SizeOf(rows.dtype);
 }
 
+struct SparseMlpBf16Kernels;
+
 // Dot products of rows and tokens.
 struct DotProblem {
   NeuronRows rows;
@@ -49,6 +51,10 @@ struct DotProblem {
   int64_t x_stride = 0;
   // Many tokens once more: [panels, rows.size, kPanelTokens], zeros beyond the last token; else nullptr.
   const float* x_panels = nullptr;
+  // Many tokens in bf16, panels of SparseMlpBf16Kernels, by which rows of bf16 are multiplied; then x has their
+  // numbers. nullptr: factors are fp32.
+  const uint16_t* x_bf16 = nullptr;
+  const SparseMlpBf16Kernels* bf16 = nullptr;
   // The tokens in int8, in blocks of rows.block values. x_scales: of each 32 / bits values; x_sums: of each block, the
   // scale times the sum of its values. nullptr: they are multiplied in fp32.
   const int8_t* x_int8 = nullptr;
@@ -84,7 +90,8 @@ struct MlpBlock {
   int64_t part_begin[kMlpParts + 1] = {};
   int32_t* neurons = nullptr;
   uint64_t* list_masks = nullptr;
-  float* hidden = nullptr;  // [count, tokens]
+  float* hidden = nullptr;     // [count, tokens]
+  bool rounds_hidden = false;  // to numbers of bf16: the down matmul has factors in bf16
   // [kMlpParts, tokens, sums_stride]; with has_panel_sums [kMlpParts, sums_stride, PanelSumsStride(tokens)].
   float* sums = nullptr;
   int64_t sums_stride = 0;

@@ -79,6 +79,17 @@ inline void SetIdleToZero(const MlpBlock& b, int64_t first, int64_t last) {
   }
 }
 
+// Numbers of bf16, in fp32.
+inline void RoundInPlace(int64_t count, float* x) {
+  constexpr int64_t kStep = 256;
+  uint16_t rounded[kStep];
+  for (int64_t i = 0; i < count; i += kStep) {
+    const int64_t some = Min(kStep, count - i);
+    FromFloats(x + i, DType::kBF16, some, rounded);
+    ToFloats(rounded, DType::kBF16, some, x + i);
+  }
+}
+
 inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
   const SparseMlpArgs& a = *b.args;
   const int64_t count = last - first, values = count * b.tokens;
@@ -96,12 +107,14 @@ inline void Hidden(const MlpBlock& b, int64_t first, int64_t last) {
   }
   if (b.up_dots.rows.data == nullptr) {
     Copy(gate, gate + values, hidden);
+    if (b.rounds_hidden) RoundInPlace(values, hidden);
     return SetIdleToZero(b, first, last);
   }
   Fill(hidden, hidden + values, 0.0f);
   Dots(b.up_dots, first, last, hidden, b.tokens, 1);
   AddBias(b, a.up_bias, first, count, hidden);
   for (int64_t i = 0; i < values; ++i) hidden[i] *= gate[i];
+  if (b.rounds_hidden) RoundInPlace(values, hidden);
   SetIdleToZero(b, first, last);
 }
 

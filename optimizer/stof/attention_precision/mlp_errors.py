@@ -31,7 +31,8 @@ def measure_mlp_errors(
     """The errors of sparse MLPs by the names of their operators, and what they were measured on.
 
     Every operator computes with rounded weights what the original computes with its own, of the same tokens: errors do not
-    add up. Which neurons are active does not depend on the weights that are rounded.
+    add up. Which neurons are active does not depend on the weights that are rounded. Kernels round many tokens and their
+    hidden values, too: an error is the larger one of the operator's and of the definition that rounds all of them.
 
     Args:
         job: the optimization.

@@ -26,7 +26,8 @@ struct SparseMlpWeight {
   const void* scales =
       nullptr;  // of a quantized weight, or of each row of a quantized predictor, of type SparseMlpArgs::dtype
   const void* zero_points = nullptr;  // nullptr: 2^(bits - 1)
-  const uint16_t* rounded = nullptr;  // the CPU: the same weight in bf16, which is read in its place; nullptr: none
+  // The CPU: the same weight in bf16, which is read in its place; nullptr: none. Kernels may round what multiplies it.
+  const uint16_t* rounded = nullptr;
 };
 
 // A weight with a row for each neuron, as kernels read it: of fp32, fp16, bf16, or quantized.
@@ -70,6 +71,9 @@ struct SparseMlpArgs {
 size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args);
 // workspace: CpuSparseMlpWorkspace bytes, 64-byte aligned, contents arbitrary. T and N are at least 1.
 void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
+// From how many tokens on a block of 64 tokens, or the rest behind the last one, multiplies rounded weights by numbers
+// rounded to bf16; 0: never, the instruction set has no kernels for it.
+int64_t CpuBf16MlpTokens(CpuIsa isa);
 // SparseMlpWeight::rounded: fp32 values to nearest even.
 void CpuRoundMlpWeight(CpuIsa isa, const float* from, int64_t count, uint16_t* to);
 

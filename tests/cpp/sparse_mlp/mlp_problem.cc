@@ -41,6 +41,12 @@ std::vector<char> Pack(const std::vector<uint8_t>& values, int64_t rows, int bit
 
 }  // namespace
 
+double RoundToBf16(double x) {
+  char bytes[2];
+  StoreFloat(DType::kBF16, x, bytes);
+  return LoadFloat(DType::kBF16, bytes);
+}
+
 double UnitRoundoff(DType dtype) { return dtype == DType::kF32 ? kRoundoff : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8; }
 
 std::string Describe(const Case& c) {
@@ -232,6 +238,11 @@ SparseMlpArgs Problem::Args(void* output) {
   return a;
 }
 
+bool Problem::RoundsToken(int64_t t) const {
+  constexpr int64_t kBlock = 64;
+  return bf16_tokens > 0 && std::min(kBlock, c.T - t / kBlock * kBlock) >= bf16_tokens;
+}
+
 void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit) const {
   const auto bias = [this](const Values& values, int64_t i) { return c.has_biases ? At(values, i) : 0.0; };
   const std::vector<double> scores = c.has_predictor() ? Scores() : std::vector<double>();
@@ -243,7 +254,12 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
   // Tensor cores add a step of K to a sum at a time, and cut off what does not fit.
   const double sums = kRoundoff * (unit > 0 ? 64 : 8), weights = c.bits > 0 ? unit : 0;
   const double smallest = unit > 0 && c.dtype == DType::kF16 ? 0x1p-25 : 0;
+  Values rounded_input = input;
+  for (double& x : rounded_input.values) x = RoundToBf16(x);
   for (int64_t t = 0; t < c.T; ++t) {
+    const auto tokens_of = [&](int weight) -> const Values& {
+      return RoundsToken(t) && rounds_factor_of[weight] ? rounded_input : input;
+    };
     std::vector<double> h(static_cast<size_t>(c.F)), h_error(static_cast<size_t>(c.F));
     std::vector<bool> is_active(static_cast<size_t>(c.F), false);
     for (int64_t j = 0; j < c.F; ++j) {
@@ -253,7 +269,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
           continue;
         double sum = bias(gate_bias, j);
         size_of_a = std::fabs(sum);
-        Dot(input, t, gate_weight, j, c.K, &sum, &size_of_a);
+        Dot(tokens_of(0), t, gate_weight, j, c.K, &sum, &size_of_a);
         a = Activate(c.activation, sum);
         const double slope = IsQuadratic(c.activation) ? 2 * std::fabs(sum) + 1 : 1.2;
         error = slope * (size_of_a * (sums + rounding + weights) + std::fabs(sum) * unit + smallest) +
@@ -270,7 +286,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
       double up = 1, size_of_up = 1, up_error = 0;
       if (c.has_up) {
         up = bias(up_bias, j), size_of_up = std::fabs(up);
-        Dot(input, t, up_weight, j, c.K, &up, &size_of_up);
+        Dot(tokens_of(1), t, up_weight, j, c.K, &up, &size_of_up);
         up_error =
             size_of_up * (sums + rounding + weights + unit * (c.has_biases ? 1 : 0)) + std::fabs(up) * unit + smallest;
       }
@@ -279,7 +295,7 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
                                         std::fabs(a * up) * (8 * kRoundoff + unit) + smallest;
     }
     for (int64_t j = 0; j < c.F; ++j) {
-      const double value = h[static_cast<size_t>(j)];
+      double value = h[static_cast<size_t>(j)];
       double off = h_error[static_cast<size_t>(j)];
       if (!is_active[static_cast<size_t>(j)]) continue;
       if (rounding > 0) {  // half a step in int8 of the largest value that shares the scale
@@ -289,6 +305,12 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
           largest = std::max(largest, std::fabs(h[static_cast<size_t>(i)]) + h_error[static_cast<size_t>(i)]);
         }
         off += largest / 254 * 1.001;
+      }
+      if (RoundsToken(t) &&
+          rounds_factor_of[2]) {  // a kernel's value may be rounded to another number, where one lies between
+        off = std::max(std::fabs(RoundToBf16(value + off) - RoundToBf16(value)),
+                       std::fabs(RoundToBf16(value - off) - RoundToBf16(value)));
+        value = RoundToBf16(value);
       }
       for (int64_t n = 0; n < c.N; ++n) {
         const double w = At(down_weight, j * c.N + n);

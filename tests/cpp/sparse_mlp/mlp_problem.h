@@ -51,6 +51,10 @@ struct Problem {
   void Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit = 0) const;
 
   Case c;
+  // Blocks of 64 tokens, and the rest behind them, of so many tokens and more have tokens and hidden values that are
+  // rounded to bf16, but for the predictor; 0: none.
+  int64_t bf16_tokens = 0;
+  bool rounds_factor_of[3] = {true, true, true};  // of the gate, up and down weight
   Values input, gate, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, predictor_down, predictor_up;
   Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros, predictor_down_scales,
       predictor_up_scales;
@@ -64,6 +68,7 @@ struct Problem {
   void DrawGate();
   void DrawThresholds();
   std::vector<double> Scores() const;  // [T, F] of the predictor
+  bool RoundsToken(int64_t t) const;
 
   Random random_;
 };

@@ -35,7 +35,27 @@ std::vector<uint16_t> RoundWeight(Values* weight) {
   return rounded;
 }
 
-// The fp32 weights are poisoned: a run reads the rounded ones alone.
+// A problem whose weights are rounded, and its arguments. The fp32 weights are poisoned: a run reads the rounded ones.
+struct RoundedProblem {
+  RoundedProblem(const Case& c, uint64_t seed, CpuIsa isa) : problem(c, seed) {
+    problem.bf16_tokens = CpuBf16MlpTokens(isa);
+    Values* const weights[] = {&problem.gate_weight, &problem.up_weight, &problem.down_weight};
+    for (int w = 0; w < 3; ++w) {
+      rounded[w] = RoundWeight(weights[w]);
+      std::memset(weights[w]->data(), 0xff, weights[w]->bytes.size());
+    }
+  }
+  SparseMlpArgs Args() {
+    SparseMlpArgs args = problem.Args(nullptr);
+    SparseMlpWeight* const read[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
+    for (int w = 0; w < 3; ++w) read[w]->rounded = read[w]->data != nullptr ? rounded[w].data() : nullptr;
+    return args;
+  }
+
+  Problem problem;
+  std::vector<uint16_t> rounded[3];  // gate, up and down
+};
+
 TEST(SparseMlpRoundedWeights) {
   for (const CpuIsa isa : IsasOfThisMachine()) {
     ThreadPool pool(3);
@@ -43,21 +63,86 @@ TEST(SparseMlpRoundedWeights) {
     for (size_t i = 0; i < cases.size(); ++i) {
       Case c = cases[i];
       c.dtype = DType::kF32, c.bits = 0, c.accuracy_level = 0;
-      Problem problem(c, i);
-      Values* const weights[] = {&problem.gate_weight, &problem.up_weight, &problem.down_weight};
-      std::vector<uint16_t> rounded[3];
-      for (int w = 0; w < 3; ++w) {
-        rounded[w] = RoundWeight(weights[w]);
-        std::memset(weights[w]->data(), 0xff, weights[w]->bytes.size());
-      }
-      SparseMlpArgs args = problem.Args(nullptr);
-      SparseMlpWeight* const read[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
-      for (int w = 0; w < 3; ++w) read[w]->rounded = read[w]->data != nullptr ? rounded[w].data() : nullptr;
+      RoundedProblem rounded(c, i, isa);
+      const SparseMlpArgs args = rounded.Args();
       const std::string where = Text(CpuIsaName(isa), " seed ", i, " ", Describe(c));
       const std::vector<char> found = Run(args, isa, Parallel{});
-      CheckOutput(problem, found, where);
+      CheckOutput(rounded.problem, found, where);
       CHECK(Run(args, isa, pool.view()) == found, where, ": 3 threads give other bits than 1");
       CountCases(1);
+    }
+  }
+}
+
+// One weight is fp32: what multiplies it is not rounded.
+TEST(SparseMlpSomeRoundedWeights) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    for (int kept = 0; kept < 3; ++kept) {
+      for (const double density : {0.05, 0.2, 0.9}) {
+        Case c;
+        c.T = 40, c.K = 333, c.F = 300, c.N = 81, c.density = density, c.has_biases = true;
+        c.selection = SparseMlpSelection::kPredictor;
+        RoundedProblem rounded(c, 7, isa);
+        rounded.problem.rounds_factor_of[kept] = false;
+        std::vector<float> same;  // numbers
+        for (const uint16_t& value : rounded.rounded[kept]) {
+          same.push_back(static_cast<float>(LoadFloat(DType::kBF16, reinterpret_cast<const char*>(&value))));
+        }
+        SparseMlpArgs args = rounded.Args();
+        SparseMlpWeight* const weights[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
+        weights[kept]->rounded = nullptr, weights[kept]->data = same.data();
+        CheckOutput(rounded.problem, Run(args, isa, Parallel{}), Text(CpuIsaName(isa), " ", kept, " ", Describe(c)));
+        CountCases(1);
+      }
+    }
+  }
+}
+
+// More threads than parts share the columns of a part.
+TEST(SparseMlpRoundedWeightsOfManyThreads) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    ThreadPool pool(33);
+    for (const int64_t T : {16, 40, 64}) {
+      Case c;
+      c.T = T, c.F = 600, c.N = 1100, c.density = 0.7, c.has_biases = true;
+      RoundedProblem rounded(c, 13, isa);
+      const std::string where = Text(CpuIsaName(isa), " ", Describe(c));
+      const std::vector<char> found = Run(rounded.Args(), isa, Parallel{});
+      CheckOutput(rounded.problem, found, where);
+      CHECK(Run(rounded.Args(), isa, pool.view()) == found, where, ": 33 threads give other bits than 1");
+      CountCases(1);
+    }
+  }
+}
+
+// Infinite weights of neurons that a token does not need change no bit of its output.
+TEST(SparseMlpInfiniteRoundedWeights) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    for (const int64_t T : {16, 40, 64, 81}) {
+      for (const double density : {0.1, 0.35, 0.95}) {
+        Case c;
+        c.T = T, c.K = 70, c.F = 190, c.N = T % 2 == 0 ? 96 : 590, c.density = density;
+        RoundedProblem rounded(c, 11, isa);
+        const std::vector<char> finite = Run(rounded.Args(), isa, Parallel{});
+        CheckOutput(rounded.problem, finite, Text(CpuIsaName(isa), " ", Describe(c)));
+        std::vector<bool> is_touched(static_cast<size_t>(T), false);
+        for (int64_t j = 5; j < c.F; j += 37) {
+          for (int64_t t = 0; t < T; ++t) {
+            if (rounded.problem.gate.values[static_cast<size_t>(t * c.F + j)] > 0) {
+              is_touched[static_cast<size_t>(t)] = true;
+            }
+          }
+          rounded.rounded[1][static_cast<size_t>(j * c.K)] = 0x7f80;
+          rounded.rounded[2][static_cast<size_t>(j * c.N)] = 0x7f80;
+        }
+        const std::vector<char> found = Run(rounded.Args(), isa, Parallel{});
+        for (int64_t t = 0; t < T; ++t) {
+          const bool is_equal =
+              std::memcmp(found.data() + t * c.N * 4, finite.data() + t * c.N * 4, static_cast<size_t>(c.N) * 4) == 0;
+          CHECK(is_equal != is_touched[static_cast<size_t>(t)], CpuIsaName(isa), " ", Describe(c), " token ", t);
+        }
+        CountCases(1);
+      }
     }
   }
 }
@@ -119,9 +204,9 @@ Status RunNode(Problem* problem, int64_t allow_bf16, bool is_constant, std::vect
   return op->Run(inputs, in::kDownWeight + 1, &result, 1, context);
 }
 
-TEST(SparseMlpBf16ByAttribute) {
+void CheckAttribute(int64_t tokens) {
   Case c;
-  c.T = 5, c.K = 130, c.F = 200, c.N = 77, c.density = 0.4;
+  c.T = tokens, c.K = 130, c.F = 200, c.N = 77, c.density = 0.4;
   Problem problem(c, 17);
   std::vector<char> plain, rounded, not_constant;
   CHECK(RunNode(&problem, 0, true, &plain).ok() && RunNode(&problem, 1, true, &rounded).ok());
@@ -130,10 +215,19 @@ TEST(SparseMlpBf16ByAttribute) {
   CHECK(rounded != plain, "nothing was rounded");
   CheckOutput(problem, plain, "without the attribute");
   for (Values* weight : {&problem.up_weight, &problem.down_weight}) RoundWeight(weight);
+  problem.bf16_tokens = CpuBf16MlpTokens(BestCpuIsa());
   CheckOutput(problem, rounded, "with rounded weights");
-  const Status status = RunNode(&problem, 2, true, &plain);
+  CountCases(3);
+}
+
+TEST(SparseMlpBf16ByAttribute) {
+  for (const int64_t tokens : {5, 15, 16, 70}) CheckAttribute(tokens);
+  Case c;
+  Problem problem(c, 17);
+  std::vector<char> output;
+  const Status status = RunNode(&problem, 2, true, &output);
   CHECK(status.message() == "attribute allow_bf16 is 2, expected 0 or 1", status.message());
-  CountCases(4);
+  CountCases(1);
 }
 
 }  // namespace

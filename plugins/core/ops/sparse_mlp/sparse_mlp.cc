@@ -259,6 +259,7 @@ class SparseMlpOp final : public Op {
     SparseMlpArgs args;
     STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
     STOF_RETURN_IF_ERROR(Binder(attributes_, inputs, input_count).Bind(&args));
+    FindRounded(inputs, &args);
     if (args.T > 0 && args.N > 0) *workspace = CpuSparseMlpWorkspace(args);
     return Status();
   }
@@ -281,10 +282,7 @@ class SparseMlpOp final : public Op {
       if (backend == nullptr) return Status::Error(kNoCudaKernels);
       return backend->sparse_mlp.run(args, context);
     }
-    SparseMlpWeight* const weights[] = {&args.gate_weight, &args.up_weight, &args.down_weight};
-    for (int i = 0; i < 3; ++i) {
-      if (weights[i]->data != nullptr) weights[i]->rounded = rounded_[i].Find(inputs[in::kGateWeight + i]);
-    }
+    FindRounded(inputs, &args);
     void* workspace = nullptr;
     STOF_RETURN_IF_ERROR(context.Allocate(CpuSparseMlpWorkspace(args), &workspace));
     CpuSparseMlp(args, BestCpuIsa(), workspace, context.parallel);
@@ -292,6 +290,13 @@ class SparseMlpOp final : public Op {
   }
 
  private:
+  void FindRounded(const Tensor* inputs, SparseMlpArgs* args) const {
+    SparseMlpWeight* const weights[] = {&args->gate_weight, &args->up_weight, &args->down_weight};
+    for (int i = 0; i < 3; ++i) {
+      if (weights[i]->data != nullptr) weights[i]->rounded = rounded_[i].Find(inputs[in::kGateWeight + i]);
+    }
+  }
+
   static Status CheckCounts(int inputs, int outputs) {
     STOF_RETURN_IF_ERROR(NamedInputs(nullptr, inputs, in::kNames).CheckCount(in::kDownWeight + 1, in::kCount));
     if (outputs == 1) return Status();

@@ -45,7 +45,9 @@ struct SparseMlpAttributes {
   int64_t accuracy_level = 0;
   int64_t hot_neurons = 0;  // the first neurons, which were active; 0: not known
   bool has_predictor_relu = false;
-  bool allow_bf16 = false;  // the CPU: constant fp32 weights may be rounded to bf16
+  // The CPU: constant fp32 weights may be rounded to bf16. Where they are, blocks of many tokens may be multiplied in
+  // bf16: tokens and hidden values are rounded, too.
+  bool allow_bf16 = false;
 };
 Status ParseSparseMlp(const AttributeReader& attributes, SparseMlpAttributes* parsed);
 
