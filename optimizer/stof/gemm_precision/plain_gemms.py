@@ -35,7 +35,7 @@ class PlainGemm:
     Attributes:
         node: a Gemm without attributes.
         tensors: new constants.
-        gone: the names of those that nothing reads any more.
+        gone: the names of those that nothing reads any more. Constant nodes among them are dead: the edit removes them.
     """
 
     node: onnx.NodeProto
@@ -69,6 +69,17 @@ class PlainGemms:
         return result
 
 
+def constant_tensors(nodes: Iterable[onnx.NodeProto]) -> dict[str, TensorProto]:
+    """The tensors that Constant nodes hold, by the names of their outputs. Their own names say nothing."""
+    return {
+        node.output[0]: a.t
+        for node in nodes
+        if node.op_type == "Constant" and not domain_of(node)
+        for a in node.attribute
+        if a.name == "value"
+    }
+
+
 def find_plain_gemms(model: onnx.ModelProto, least_weights: int, folder: Path) -> PlainGemms:
     """The plain forms of the Gemm nodes in a model's main graph that have transposed or scaled constants.
 
@@ -79,7 +90,7 @@ def find_plain_gemms(model: onnx.ModelProto, least_weights: int, folder: Path) -
     """
     graph = model.graph
     given = {v.name for v in graph.input}
-    stored = {t.name: t for t in graph.initializer if t.name not in given}
+    stored = {t.name: t for t in graph.initializer if t.name not in given} | constant_tensors(graph.node)
     names = FreshNames([*given, *stored, *(t for n in graph.node for t in node_tensors(n))])
     readers = Counter(name for n in graph.node for name in {*n.input, *captured_tensors(n)})
     readers.update(o.name for o in graph.output)
@@ -112,6 +123,7 @@ class _PlainForm:
         attributes = attributes_of(node)
         self.node = node
         self.readers, self.names, self.folder = readers, names, folder
+        self.stored = stored
         self.weight, self.bias = stored[node.input[1]], stored.get(input_of(node, 2))
         self.alpha, self.beta = (float(attributes.get(name, 1.0)) for name in ("alpha", "beta"))
         self.is_left_transposed = bool(attributes.get("transA", 0))
@@ -120,9 +132,8 @@ class _PlainForm:
 
     def needs_rewrite(self) -> bool:
         """Whether StofGemm cannot compute the node as it is: a transposed or scaled operand, or a bias of one element."""
-        scales_bias = bool(input_of(self.node, 2)) and self.beta != 1
         is_one = self.bias is not None and math.prod(self.bias.dims) == 1
-        return self.is_left_transposed or self.is_transposed or self.alpha != 1 or scales_bias or is_one
+        return self.is_left_transposed or self.is_transposed or self.alpha != 1 or self.beta != 1 or is_one
 
     def make(self) -> PlainGemm:
         """The plain form.
@@ -143,15 +154,14 @@ class _PlainForm:
             inputs.append(node.input[2])
         del node.input[:]
         node.input.extend(inputs)
-        gone = {n for n in self.node.input if n not in inputs and self.readers[n] == 1}
-        stored = {t.name for t in (self.weight, self.bias) if t is not None}
-        return PlainGemm(node, tuple(t for t in (weights, bias) if t is not None), frozenset(gone & stored))
+        gone = {n for n in self.node.input if n not in inputs and self.readers[n] == 1 and n in self.stored}
+        return PlainGemm(node, tuple(t for t in (weights, bias) if t is not None), frozenset(gone))
 
     def _plain_weight(self) -> TensorProto | None:
         """The weight as [K, N], times alpha; None: as it is stored."""
         if not self.is_transposed and self.alpha == 1:
             return None
-        if self.readers[self.weight.name] > 1:
+        if self.readers[self.node.input[1]] > 1:
             raise UnsupportedError(
                 "its weight is transposed or scaled and others read it as it is stored: a second copy would make the file larger"
             )
@@ -159,7 +169,7 @@ class _PlainForm:
         if self.alpha != 1:
             array = self._scale(array, self.alpha, "weight", "alpha")
         layout = "transposed" if self.is_transposed else "scaled"
-        return self._tensor(self.weight, layout, array.T if self.is_transposed else array)
+        return self._tensor(1, layout, array.T if self.is_transposed else array)
 
     def _plain_bias(self) -> TensorProto | None:
         """The bias times beta, one element for each column; None: as it is stored, or without any."""
@@ -177,7 +187,7 @@ class _PlainForm:
         if self.beta != 1:
             array = self._scale(array, self.beta, "bias", "beta")
         layout = "scaled" if self.beta != 1 else "repeated"
-        return self._tensor(self.bias, layout, np.repeat(array.reshape(1), self.columns) if is_one else array)
+        return self._tensor(2, layout, np.repeat(array.reshape(1), self.columns) if is_one else array)
 
     def _scale(self, array: np.ndarray, factor: float, operand: str, name: str) -> np.ndarray:
         """A constant operand times a factor of this name.
@@ -199,6 +209,8 @@ class _PlainForm:
             raise UnsupportedError(f"{words} is not exact in {kind}")
         return scaled
 
-    def _tensor(self, like: TensorProto, layout: str, array: np.ndarray) -> TensorProto:
-        name, values = self.names.make(f"{like.name}/{layout}"), np.ascontiguousarray(array).tobytes()
-        return helper.make_tensor(name, like.data_type, array.shape, values, raw=True)
+    def _tensor(self, index: int, layout: str, array: np.ndarray) -> TensorProto:
+        """A new constant in the place of an input, of its type."""
+        name = self.names.make(f"{self.node.input[index]}/{layout}")
+        values = np.ascontiguousarray(array).tobytes()
+        return helper.make_tensor(name, self.stored[self.node.input[index]].data_type, array.shape, values, raw=True)
