@@ -260,6 +260,84 @@ def test_a_weight_that_is_read_twice_once_transposed(tmp_path: Path) -> None:
 
 
 @REAL
+@pytest.mark.parametrize("has_constant_nodes", [False, True])
+def test_two_gemms_share_a_transposed_weight(has_constant_nodes: bool, tmp_path: Path) -> None:
+    """One copy takes the place of the stored one."""
+    model, weight, _ = GemmCase().write(tmp_path)
+    if has_constant_nodes:
+        put_in_nodes(model)
+    add_reader(model, "Gemm", ["rows", "weight"], transB=1)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert status == 0
+    assert [row["reduced"] for row in report["attention_precision"]["gemms"]["rows"]] == [True, True]
+    assert len(gemms_of(target)) == 2
+    assert [t.name for t in onnx.load(target).graph.initializer if t.name.startswith("weight")] == ["weight/transposed"]
+    assert target.stat().st_size < model.stat().st_size + 20_000
+    rows = np.random.default_rng(5).standard_normal((_ROWS, HIDDEN)).astype(np.float32)
+    exact = rounded(rows) @ rounded(weight).T
+    for output in ("y", "z"):
+        assert np.abs(compute(target, rows, library=True, output=output) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@REAL
+def test_one_of_two_that_share_a_weight_is_left_out(tmp_path: Path) -> None:
+    """It computes in full precision, and reads the transposed weight as well."""
+    model, weight, _ = GemmCase().write(tmp_path)
+    add_reader(model, "Gemm", ["rows", "weight"], transB=1)
+    status, target, _ = run(tmp_path, model, "--allow-bf16", "--skip", "gemm:second")
+    assert status == 0
+    assert len(gemms_of(target)) == 1
+    written = onnx.load(target).graph
+    assert [len(n.attribute) for n in written.node if n.op_type == "Gemm"] == [0]
+    assert [t.name for t in written.initializer if t.name.startswith("weight")] == ["weight/transposed"]
+    rows = np.random.default_rng(5).standard_normal((_ROWS, HIDDEN)).astype(np.float32)
+    exact, wide = rounded(rows) @ rounded(weight).T, rows.astype(np.float64) @ weight.T
+    assert np.abs(compute(target, rows, library=True) - exact).max() < 1e-5 * np.abs(exact).max()
+    assert np.abs(compute(target, rows, library=True, output="z") - wide).max() < 1e-5 * np.abs(wide).max()
+    assert np.abs(exact - wide).max() > 1e-4 * np.abs(wide).max()
+
+
+@REAL
+def test_a_weight_that_is_the_bias_as_well(tmp_path: Path) -> None:
+    """The stored one stays for it, so a transposed one would be a second copy."""
+    model, weight, _ = GemmCase(HIDDEN).write(tmp_path)
+    loaded = onnx.load(model)
+    loaded.graph.node[-1].input.append("weight")
+    loaded.graph.input[1].type.tensor_type.shape.dim[0].dim_value = HIDDEN
+    loaded.graph.output[1].type.tensor_type.shape.dim[0].dim_value = HIDDEN
+    onnx.save(loaded, model)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert "others read it as it is stored" in row["reason"]
+    rows = np.random.default_rng(5).standard_normal((HIDDEN, HIDDEN)).astype(np.float32)
+    exact = rows.astype(np.float64) @ weight.T + weight
+    assert np.abs(compute(target, rows, library=True) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@REAL
+@pytest.mark.parametrize(
+    "attributes", [{"transB": 1, "alpha": 0.5}, {"transB": 1, "transA": 1}], ids=["another factor", "no plain form"]
+)
+def test_two_that_read_a_weight_in_two_ways_stay(attributes: dict[str, Any], tmp_path: Path) -> None:
+    """Two copies would make the file larger."""
+    model, weight, _ = GemmCase().write(tmp_path)
+    turned = "transA" in attributes
+    if turned:
+        loaded = onnx.load(model)
+        loaded.graph.node.append(helper.make_node("Transpose", ["rows"], ["turned"], perm=[1, 0]))
+        onnx.save(loaded, model)
+    add_reader(model, "Gemm", ["turned" if turned else "rows", "weight"], **attributes)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    reasons = [row["reason"] for row in report["attention_precision"]["gemms"]["rows"]]
+    assert len(reasons) == 2
+    assert "others read it as it is stored" in reasons[0]
+    stored = {t.name: numpy_helper.to_array(t) for t in onnx.load(target).graph.initializer}
+    np.testing.assert_array_equal(stored["weight"], weight)
+
+
+@REAL
 @pytest.mark.parametrize(
     ("attributes", "bias", "reason"),
     [
