@@ -96,7 +96,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         action="append",
         default=[],
         metavar="SITE",
-        help="site name, pattern or number; cache:NAME and chain:NAME name others; repeatable",
+        help="site name, pattern or number; cache:NAME, chain:NAME, gemm:NAME name others; repeatable",
     )
     group.add_argument(
         "--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are"

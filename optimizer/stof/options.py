@@ -117,7 +117,8 @@ class Options:
             largest sizes in use; 0: any number.
         inputs: what verification runs on before drawn inputs, and thresholds of ``sparsify`` are measured on: a .npz file, a
             folder of ``input_*.pb``, "module:function", arrays by name, a callable that gives some, or several of these.
-        only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others.
+        only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others,
+            and "gemm:NAME" GEMMs of ``allow_bf16``.
         skip: likewise, the sites to leave as they are.
         shapes: ranges of dimensions in use, by name: a size, or (least, most).
         masks: mask expressions that the user states, by site; they are checked.

@@ -258,7 +258,7 @@ class Report:
     dequantized: DequantizedAttention | None = None  # what --dequantize-attention did
     attention_precision: ReducedPrecisionReport | None = None  # of --allow-bf16 and --attention-precision
     emit: str = STOF.name  # what operators are written
-    failure: str = ""  # why verification failed
+    failure: str = ""  # why nothing was written: verification failed, or memory is above its limit
     facts: RunFacts | None = None  # how, when and where it was made
     converted_opset: tuple[int, int] | None = None  # opsets of the model and of the result, where it was converted
     how_to_run: str = ""  # a line on what runs the result; empty where nothing of it needs more than ONNX Runtime
@@ -323,6 +323,7 @@ class Report:
             "nodes_before",
             "nodes_after",
             "dry_run",
+            "failure",
             "verification",
             "seconds",
             "library",

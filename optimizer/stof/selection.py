@@ -22,10 +22,12 @@ class CandidateNames:
     Attributes:
         kind: what messages call a candidate, ``site`` for instance.
         prefix: what options write before a candidate's name or number. It ends with a colon; one op may have none.
+        listed_by: the options that list all of them; empty: ``--explain`` with a pattern for all.
     """
 
     kind: str
     prefix: str = ""
+    listed_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,5 +200,5 @@ def list_candidates(names: CandidateNames, candidates: Iterable[NamedCandidate])
         return f"it has no {names.kind}"
     shown = ", ".join(f"{c.index} {c.name!r}" for c in numbered[:_MOST_NAMES])
     more = ", ..." if len(numbered) > _MOST_NAMES else ""
-    listing = f"--explain '{names.prefix}*'" if names.prefix else "--explain"
+    listing = names.listed_by or (f"--explain '{names.prefix}*'" if names.prefix else "--explain")
     return f"its {names.kind}s are {shown}{more} ({listing} lists them)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -91,3 +92,61 @@ def test_a_plans_gemms_beside_products_off(tmp_path: Path, capsys: pytest.Captur
     assert status == 0
     assert not gemms_of(target)
     assert "the plan's gemm_precision is not applied: --products off" in capsys.readouterr().out
+
+
+def reasons(report: dict[str, Any]) -> dict[str, str]:
+    return {row["node"]: row["reason"] for row in report["attention_precision"]["gemms"]["rows"]}
+
+
+@REAL
+@pytest.mark.parametrize("option", ["gemm:MatMul_4", "gemm:1", "gemm:*_4"])
+def test_one_left_out_by_skip(option: str, tmp_path: Path) -> None:
+    """By its name, its number and a pattern; the plan has it as the options have it."""
+    model, plan = bert_layer(tmp_path / "model.onnx"), tmp_path / "plan.json"
+    _, _, before = run(tmp_path, model, "--allow-bf16")
+    names = [*reasons(before)]
+    assert names[1] == "MatMul_4"
+    assert not any(reasons(before).values())
+    assert reasons(run(tmp_path, model, "--allow-bf16", "--skip", option, "--dry-run")[2])["MatMul_4"]
+    status, target, report = run(tmp_path, model, "--allow-bf16", "--skip", option, "--save-plan", str(plan))
+    assert status == 0
+    assert reasons(report) == {name: "left out by --skip" if name == "MatMul_4" else "" for name in names}
+    assert len(gemms_of(target)) == len(names) - 1
+    assert [n.name for n in onnx.load(target).graph.node if n.op_type == "MatMul"] == ["MatMul_4"]
+    assert "MatMul_4" not in json.loads(plan.read_text())["gemm_precision"]
+
+
+@REAL
+def test_one_chosen_by_only(tmp_path: Path) -> None:
+    """Attention is chosen by names of its own."""
+    model = bert_layer(tmp_path / "model.onnx")
+    status, target, report = run(tmp_path, model, "--allow-bf16", "--only", "gemm:MatMul_4")
+    assert status == 0
+    assert {name for name, reason in reasons(report).items() if not reason} == {"MatMul_4"}
+    assert set(reasons(report).values()) == {"", "not among --only"}
+    assert len(gemms_of(target)) == 1
+    assert report["sites"][0]["replaced"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--allow-bf16", "--skip", "gemm:no"],
+            "--skip 'gemm:no' names no GEMM of the model; its GEMMs are 0 'MatMul_0', 1",
+        ),
+        (["--allow-bf16", "--only", "gemm:9"], "--only 'gemm:9' names no GEMM of the model"),
+        (["--skip", "gemm:0"], "no GEMM is looked for here; --allow-bf16 alone looks for them"),
+        (
+            ["--allow-bf16", "--products", "off", "--skip", "gemm:0"],
+            "no GEMM is looked for here; --products off leaves",
+        ),
+        (["--allow-bf16", "--explain", "gemm:0"], "--explain 'gemm:0' names a GEMM, and these have one reason each"),
+    ],
+)
+def test_wrong_names_are_refused(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, target, _ = run(tmp_path, bert_layer(tmp_path / "model.onnx"), *options)
+    assert (status, target.exists()) == (1, False)
+    assert message in capsys.readouterr().err

@@ -176,8 +176,12 @@ def test_models_without_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @REAL
-def test_matmuls_in_subgraphs_have_a_reason(tmp_path: Path) -> None:
-    """Those of branches stay, by outer weights and by their own; the one of the main graph is taken."""
+@pytest.mark.parametrize("is_node", [False, True])
+def test_matmuls_in_subgraphs_have_a_reason(is_node: bool, tmp_path: Path) -> None:
+    """Those of branches stay, by outer weights and by their own; the one of the main graph is taken.
+
+    With ``is_node`` their own weight is the output of a Constant node.
+    """
     g = LayerGraph()
     main = g.linear("x", HIDDEN, HIDDEN)
     outer, condition = (
@@ -186,11 +190,13 @@ def test_matmuls_in_subgraphs_have_a_reason(tmp_path: Path) -> None:
     )
     own = numpy_helper.from_array(np.eye(HIDDEN, dtype=np.float32), "own")
     info = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    before = [helper.make_node("Constant", [], ["own"], value=own)] if is_node else []
+    matmuls = [
+        helper.make_node("MatMul", [main, n], ["y"], name=f"{b}/MatMul") for b, n in (("then", outer), ("else", "own"))
+    ]
     branches = {
-        f"{name}_branch": helper.make_graph(
-            [helper.make_node("MatMul", [main, weight], ["y"], name=f"{name}/MatMul")], name, [], [info], stored
-        )
-        for name, weight, stored in (("then", outer, []), ("else", "own", [own]))
+        "then_branch": helper.make_graph(matmuls[:1], "then", [], [info]),
+        "else_branch": helper.make_graph([*before, matmuls[1]], "else", [], [info], [] if is_node else [own]),
     }
     g.nodes.append(helper.make_node("If", [condition], ["result"], name="choose", **branches))
     model = g.save(tmp_path / "model.onnx", "result")

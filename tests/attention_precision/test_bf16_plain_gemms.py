@@ -84,9 +84,26 @@ def compute(path: Path, rows: np.ndarray, *, library: bool, output: str = "y") -
     return run_model(path, {"x": np.zeros((1, 2, HIDDEN), np.float32), "rows": rows}, library=library, output=output)
 
 
-def check(case: GemmCase, folder: Path, *, is_external: bool = False) -> dict[str, Any]:
+def put_in_nodes(path: Path) -> None:
+    """Makes the weight and the bias outputs of Constant nodes, whose tensors have no names."""
+    model = onnx.load(path)
+    for tensor in [t for t in model.graph.initializer if t.name in ("weight", "bias")]:
+        node = helper.make_node(
+            "Constant", [], [tensor.name], value=numpy_helper.from_array(numpy_helper.to_array(tensor))
+        )
+        model.graph.node.insert(0, node)
+        model.graph.initializer.remove(tensor)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
+
+
+def check(
+    case: GemmCase, folder: Path, *, is_external: bool = False, has_constant_nodes: bool = False
+) -> dict[str, Any]:
     """Runs the command, and compares the result with fp64. Gives the GEMM's row of the report."""
     model, weight, bias = case.write(folder, is_external=is_external)
+    if has_constant_nodes:
+        put_in_nodes(model)
     status, target, report = run(folder, model, "--allow-bf16")
     assert status == 0
     (row,) = report["attention_precision"]["gemms"]["rows"]
@@ -143,6 +160,11 @@ def test_every_shape_of_bias(bias: tuple[int, ...], transposed: int, tmp_path: P
 def test_factors_become_part_of_constants(factors: tuple[float, float], transposed: int, tmp_path: Path) -> None:
     alpha, beta = factors
     check(GemmCase(bias=(200,), attributes=(("transB", transposed), ("alpha", alpha), ("beta", beta))), tmp_path)
+
+
+@REAL
+def test_a_factor_of_no_bias_says_nothing(tmp_path: Path) -> None:
+    check(GemmCase(attributes=(("beta", 0.5),)), tmp_path)
 
 
 @REAL
@@ -238,6 +260,84 @@ def test_a_weight_that_is_read_twice_once_transposed(tmp_path: Path) -> None:
 
 
 @REAL
+@pytest.mark.parametrize("has_constant_nodes", [False, True])
+def test_two_gemms_share_a_transposed_weight(has_constant_nodes: bool, tmp_path: Path) -> None:
+    """One copy takes the place of the stored one."""
+    model, weight, _ = GemmCase().write(tmp_path)
+    if has_constant_nodes:
+        put_in_nodes(model)
+    add_reader(model, "Gemm", ["rows", "weight"], transB=1)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert status == 0
+    assert [row["reduced"] for row in report["attention_precision"]["gemms"]["rows"]] == [True, True]
+    assert len(gemms_of(target)) == 2
+    assert [t.name for t in onnx.load(target).graph.initializer if t.name.startswith("weight")] == ["weight/transposed"]
+    assert target.stat().st_size < model.stat().st_size + 20_000
+    rows = np.random.default_rng(5).standard_normal((_ROWS, HIDDEN)).astype(np.float32)
+    exact = rounded(rows) @ rounded(weight).T
+    for output in ("y", "z"):
+        assert np.abs(compute(target, rows, library=True, output=output) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@REAL
+def test_one_of_two_that_share_a_weight_is_left_out(tmp_path: Path) -> None:
+    """It computes in full precision, and reads the transposed weight as well."""
+    model, weight, _ = GemmCase().write(tmp_path)
+    add_reader(model, "Gemm", ["rows", "weight"], transB=1)
+    status, target, _ = run(tmp_path, model, "--allow-bf16", "--skip", "gemm:second")
+    assert status == 0
+    assert len(gemms_of(target)) == 1
+    written = onnx.load(target).graph
+    assert [len(n.attribute) for n in written.node if n.op_type == "Gemm"] == [0]
+    assert [t.name for t in written.initializer if t.name.startswith("weight")] == ["weight/transposed"]
+    rows = np.random.default_rng(5).standard_normal((_ROWS, HIDDEN)).astype(np.float32)
+    exact, wide = rounded(rows) @ rounded(weight).T, rows.astype(np.float64) @ weight.T
+    assert np.abs(compute(target, rows, library=True) - exact).max() < 1e-5 * np.abs(exact).max()
+    assert np.abs(compute(target, rows, library=True, output="z") - wide).max() < 1e-5 * np.abs(wide).max()
+    assert np.abs(exact - wide).max() > 1e-4 * np.abs(wide).max()
+
+
+@REAL
+def test_a_weight_that_is_the_bias_as_well(tmp_path: Path) -> None:
+    """The stored one stays for it, so a transposed one would be a second copy."""
+    model, weight, _ = GemmCase(HIDDEN).write(tmp_path)
+    loaded = onnx.load(model)
+    loaded.graph.node[-1].input.append("weight")
+    loaded.graph.input[1].type.tensor_type.shape.dim[0].dim_value = HIDDEN
+    loaded.graph.output[1].type.tensor_type.shape.dim[0].dim_value = HIDDEN
+    onnx.save(loaded, model)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert "others read it as it is stored" in row["reason"]
+    rows = np.random.default_rng(5).standard_normal((HIDDEN, HIDDEN)).astype(np.float32)
+    exact = rows.astype(np.float64) @ weight.T + weight
+    assert np.abs(compute(target, rows, library=True) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@REAL
+@pytest.mark.parametrize(
+    "attributes", [{"transB": 1, "alpha": 0.5}, {"transB": 1, "transA": 1}], ids=["another factor", "no plain form"]
+)
+def test_two_that_read_a_weight_in_two_ways_stay(attributes: dict[str, Any], tmp_path: Path) -> None:
+    """Two copies would make the file larger."""
+    model, weight, _ = GemmCase().write(tmp_path)
+    turned = "transA" in attributes
+    if turned:
+        loaded = onnx.load(model)
+        loaded.graph.node.append(helper.make_node("Transpose", ["rows"], ["turned"], perm=[1, 0]))
+        onnx.save(loaded, model)
+    add_reader(model, "Gemm", ["turned" if turned else "rows", "weight"], **attributes)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    reasons = [row["reason"] for row in report["attention_precision"]["gemms"]["rows"]]
+    assert len(reasons) == 2
+    assert "others read it as it is stored" in reasons[0]
+    stored = {t.name: numpy_helper.to_array(t) for t in onnx.load(target).graph.initializer}
+    np.testing.assert_array_equal(stored["weight"], weight)
+
+
+@REAL
 @pytest.mark.parametrize(
     ("attributes", "bias", "reason"),
     [
@@ -315,3 +415,71 @@ def test_a_weight_that_a_node_transposes(tmp_path: Path) -> None:
     for output, matrix in (("y", weight), ("z", weight.T)):
         exact = rounded(rows) @ rounded(matrix)
         assert np.abs(compute(target, rows, library=True, output=output) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@REAL
+@pytest.mark.parametrize(
+    "attributes",
+    [(), (("transB", 1),), (("alpha", 0.7), ("beta", 0.3)), (("transB", 1), ("alpha", 0.7), ("beta", 0.3))],
+)
+@pytest.mark.parametrize("bias", [None, (200,), (1,)])
+def test_weights_of_constant_nodes(
+    attributes: tuple[tuple[str, float | int], ...], bias: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """They are as good as initializers. The node of one that is transposed or scaled is gone."""
+    check(GemmCase(bias=bias, attributes=attributes), tmp_path, has_constant_nodes=True)
+    written = onnx.load(tmp_path / "out.onnx").graph
+    read = {name for n in written.node for name in n.input}
+    large = [n for n in written.node if n.op_type == "Constant" and int(np.prod(n.attribute[0].t.dims)) >= HIDDEN * 200]
+    assert len(large) + sum(int(np.prod(t.dims)) >= HIDDEN * 200 for t in written.initializer) == 1
+    assert all(n.output[0] in read for n in written.node if n.op_type == "Constant")
+
+
+def with_computed_weight(path: Path, op: str, **attributes: object) -> None:
+    """Makes the Gemm read its weight behind another node."""
+    model = onnx.load(path)
+    model.graph.node[-1].input[1] = "computed"
+    model.graph.node.insert(0, helper.make_node(op, ["weight"], ["computed"], name="before", **attributes))
+    onnx.save(model, path)
+
+
+@REAL
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [("Transpose", {"perm": [1, 0]}), ("Cast", {"to": TensorProto.FLOAT}), ("Identity", {})],
+)
+def test_computed_weights_of_transposing_gemms_have_a_reason(
+    op: str, attributes: dict[str, object], tmp_path: Path
+) -> None:
+    """A computed weight cannot take another layout. The reason names the node, and what to do."""
+    model, *_ = GemmCase(HIDDEN, attributes=(("transB", 1), ("alpha", 0.5))).write(tmp_path)
+    with_computed_weight(model, op, **attributes)
+    status, target, report = run(tmp_path, model, "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert row["reason"] == (
+        f"it has alpha=0.5, transB=1, and its weight 'computed' is no stored tensor but computed by {op} node 'before': "
+        "fold constants first"
+    )
+
+
+@REAL
+@pytest.mark.parametrize(("op", "attributes"), [("Cast", {"to": TensorProto.FLOAT}), ("Identity", {})])
+def test_computed_weights_of_plain_gemms_are_taken(op: str, attributes: dict[str, object], tmp_path: Path) -> None:
+    model, weight, _ = GemmCase(HIDDEN, attributes=()).write(tmp_path)
+    with_computed_weight(model, op, **attributes)
+    _, target, report = run(tmp_path, model, "--allow-bf16")
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert row["reduced"], row["reason"]
+    rows = np.random.default_rng(5).standard_normal((_ROWS, HIDDEN)).astype(np.float32)
+    exact = rounded(rows) @ rounded(weight)
+    assert np.abs(compute(target, rows, library=True) - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@REAL
+def test_weights_that_are_no_matrices_have_a_reason(tmp_path: Path) -> None:
+    g = LayerGraph()
+    model = g.save(tmp_path / "model.onnx", g.add("Add", [g.add("MatMul", ["x", g.weight(1, HIDDEN, HIDDEN)]), "x"]))
+    _, _, report = run(tmp_path, model, "--allow-bf16")
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert row["reason"] == "its weight 'w0' has 3 axes, expected a matrix"

@@ -12,8 +12,10 @@ from onnx import helper
 from stof.arguments.precisions import Precision
 from stof.errors import ArgumentError
 from stof.fusion.emit import GEMM, apply_edit, make_edit
+from stof.gemm_precision.selection import reasons_left_out
 from stof.gemm_precision.sites import FoundGemms
 from stof.graph.index import DOMAIN
+from stof.selection import Selection
 from stof.sparsify.gemm_report import GemmReport, GemmRow
 from stof.sparsify.reduced_rows import Row
 from stof.verification.site_error import SiteError
@@ -22,7 +24,13 @@ METADATA = "stof_gemm_precision"
 MeasureErrors = Callable[[FoundGemms], Mapping[str, SiteError]]
 
 
-def report_gemms(found: FoundGemms, kernel: str, precision: Precision, planned: Collection[str] | None) -> GemmReport:
+def report_gemms(
+    found: FoundGemms,
+    kernel: str,
+    precision: Precision,
+    planned: Collection[str] | None,
+    selection: Selection | None = None,
+) -> GemmReport:
     """The GEMMs that may compute in a precision, before their errors are measured.
 
     Args:
@@ -30,13 +38,15 @@ def report_gemms(found: FoundGemms, kernel: str, precision: Precision, planned: 
         kernel: that this machine has for them; empty: none.
         precision: that is allowed.
         planned: names of those of which a plan says so; None: all that a kernel computes.
+        selection: of the options; None: there is none.
 
     Raises:
-        ArgumentError: for a plan of another model.
+        ArgumentError: for a plan of another model, and for options that name none of the GEMMs.
     """
     rows = []
-    for site in found.sites:
-        reason = site.reason
+    left_out = reasons_left_out(selection, [site.name for site in found.sites])
+    for site, why in zip(found.sites, left_out, strict=True):
+        reason = why or site.reason
         if not reason and not kernel:
             reason = f"this machine has no {precision.name} kernel for GEMMs"
         elif not reason and planned is not None and site.name not in planned:

@@ -14,13 +14,14 @@ from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
 from stof.fusion.emit import GEMM, ChainSignature, chain_signature, select_common_types
 from stof.fusion.fusion_graph import FusionGraph
-from stof.fusion.gemm import MATMUL_OPS, FusedGemm, is_fusable_matmul
+from stof.fusion.gemm import GEMM_ATTRIBUTES, MATMUL_OPS, FusedGemm, is_fusable_matmul, is_plain_matmul
 from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import build_chain
 from stof.gemm_precision.plain_gemms import PlainGemms, find_plain_gemms
 from stof.gemm_precision.subgraphs import find_subgraph_matmuls
-from stof.graph.index import all_nodes, domain_of, opset_of
+from stof.graph.index import all_nodes, describe, domain_of, opset_of
 from stof.graph.names import FreshNames
+from stof.graph.node_fields import attributes_of
 from stof.runtime.library import cpu_gemm_form
 from stof.symbolic import Int, Symbolic, integer
 from stof.symbolic.rules.movement_helpers import element_count
@@ -167,7 +168,7 @@ def _why_small(shape: Sequence[Int]) -> str:
 def _choose_epilogue(graph: FusionGraph, matmul: int, taken: Collection[int]) -> FusedGemm | str:
     """The matmul with as many operators behind it as one kernel computes; the reason where there is no kernel."""
     if not is_fusable_matmul(graph.nodes[matmul], graph.symbolic):
-        return "a factor of it is transposed, scaled or of unknown shape"
+        return _why_not_plain(graph, graph.nodes[matmul])
     members = {matmul}
     first = _build(graph, members)
     best: FusedGemm | str = first
@@ -182,6 +183,31 @@ def _choose_epilogue(graph: FusionGraph, matmul: int, taken: Collection[int]) ->
         if isinstance(chain, FusedGemm) and graph.is_convex(members) and len(set(chain.inputs)) == len(chain.inputs):
             best = chain
     return best
+
+
+def _why_not_plain(graph: FusionGraph, node: onnx.NodeProto) -> str:
+    """Why StofGemm does not compute a matmul by a constant weight: how it reads its factors, or their shapes."""
+    left, weight = node.input[:2]
+    if not is_plain_matmul(node):
+        attributes = attributes_of(node)
+        words = ", ".join(f"{name}={attributes[name]:g}" for name in GEMM_ATTRIBUTES if name in attributes)
+        writer = graph.writer.get(weight)
+        if writer is not None and graph.nodes[writer].op_type != "Constant":
+            return (
+                f"it has {words}, and its weight {weight!r} is no stored tensor but computed by "
+                f"{describe(graph.nodes[writer])}: fold constants first"
+            )
+        return f"it has {words}, and its weight {weight!r} is no matrix of fp32, fp16 or bf16"
+    shapes = [(name, graph.symbolic.shape(name)) for name in (left, weight)]
+    unknown = [repr(name) for name, shape in shapes if shape is None]
+    if unknown:
+        return f"the shape of {' and '.join(unknown)} is not known"
+    (_, rows), (_, matrix) = shapes
+    if len(matrix or ()) != 2:
+        return f"its weight {weight!r} has {len(matrix or ())} axes, expected a matrix"
+    if len(rows or ()) < 2:
+        return f"its left operand {left!r} has {len(rows or ())} axes, expected two at least"
+    return f"the number of columns of its weight {weight!r} is not known"
 
 
 def _build(graph: FusionGraph, members: Collection[int]) -> FusedGemm | str:

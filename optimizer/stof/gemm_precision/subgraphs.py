@@ -10,6 +10,7 @@ import onnx
 from onnx import AttributeProto, TensorProto
 
 from stof.fusion.gemm import MATMUL_OPS
+from stof.gemm_precision.plain_gemms import constant_tensors
 from stof.graph.index import describe, domain_of
 from stof.graph.node_fields import input_of
 
@@ -30,16 +31,15 @@ class SubgraphMatmul:
 
 
 def find_subgraph_matmuls(graph: onnx.GraphProto) -> Iterator[SubgraphMatmul]:
-    """Those of all subgraphs of a graph, in its order, whose weights are initializers."""
-    given = {v.name for v in graph.input}
-    yield from _find(graph, {t.name: t for t in graph.initializer if t.name not in given}, "")
+    """Those of all subgraphs of a graph, in its order, whose weights are initializers or outputs of Constant nodes."""
+    yield from _find(graph, {}, "")
 
 
 def _find(graph: onnx.GraphProto, outer: Mapping[str, TensorProto], subgraph: str) -> Iterator[SubgraphMatmul]:
     # What a subgraph declares itself hides outer tensors of the same name.
     hidden = {v.name for v in graph.input} | {o for n in graph.node for o in n.output}
     stored = {name: tensor for name, tensor in outer.items() if name not in hidden}
-    stored |= {t.name: t for t in graph.initializer if t.name not in hidden}
+    stored |= {t.name: t for t in graph.initializer if t.name not in hidden} | constant_tensors(graph.node)
     for node in graph.node:
         if subgraph and node.op_type in MATMUL_OPS and not domain_of(node):
             weight = stored.get(input_of(node, 1))

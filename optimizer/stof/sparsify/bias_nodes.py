@@ -57,11 +57,11 @@ def emit_pattern_bias(
     sizes = ScoreSizes(B=batch, H=b.constant(num_heads), S=queries, T=total, P=b.constant(0))
     allowed = emit_mask(b, absolute.root, sizes, {"lengths": before, **tables})
     bias = emit_bias(b, allowed, dtype)
-    b.nodes[start:] = _live_nodes(b.nodes[start:], bias)
+    b.nodes[start:] = live_nodes(b.nodes[start:], bias)
     return bias
 
 
-def _live_nodes(nodes: Sequence[onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
+def live_nodes(nodes: Sequence[onnx.NodeProto], output: str) -> list[onnx.NodeProto]:
     """The nodes that an output depends on; runtimes warn of sizes that the mask does not read."""
     live = {output}
     kept = []

@@ -24,6 +24,7 @@ from stof.symbolic import Symbolic
 from stof.symbolic.algebra.sizes import evaluate_or_none
 from stof.symbolic.algebra.terms import Int
 from stof.symbolic.facts import dtype_kind
+from stof.verification.evidence import check_sites_alone
 from stof.verification.result import Comparison, PartialVerification, Verification
 from stof.verification.runnable_part import RunnablePart, find_runnable_part
 from stof.verification.site_checks import EmittedSites, Tensors
@@ -48,6 +49,7 @@ def verify_sites_alone(verifier: Verifier, models: VerifiedModels, result: Verif
     Raises:
         RuntimeFailure: where a part of the original is refused that nothing is known about.
         LimitReached: when a limit ends it.
+        VerifyError: when no site has a finite element to compare.
     """
     return _SitesAlone(verifier, models, result, message).run()
 
@@ -73,6 +75,7 @@ class _SitesAlone:
                 self.verifier.faults[sites.op] = failed
         if not every:
             return False
+        check_sites_alone(self.result)
         results = {t: None for s in every for names in s.checks.outputs().values() for t in names}
         shapes, ran = self._compare_shapes(results)
         message = "" if self.left_out or self.without else self.message

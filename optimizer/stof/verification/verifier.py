@@ -35,6 +35,7 @@ from stof.verification.case_plan import CasePlan, count_affordable_tokens, descr
 from stof.verification.compare import find_undefined_outputs
 from stof.verification.compare_output import compare_output
 from stof.verification.decisions.held_comparisons import HeldComparisons
+from stof.verification.evidence import check_evidence
 from stof.verification.model_inputs import default_inputs
 from stof.verification.padding.longer_padding import LongerPadding
 from stof.verification.padding.padded_batch import PaddedBatch, measure_padding
@@ -147,7 +148,7 @@ class Verifier:
 
         Raises:
             RuntimeFailure: when ONNX Runtime does not run the original.
-            VerifyError: when not one output could be compared within the limits.
+            VerifyError: when not one output could be compared within the limits, or no element of one.
         """
         start = time.monotonic()
         if not self.cases:
@@ -168,12 +169,7 @@ class Verifier:
             if run is None or not run.compared:
                 raise VerifyError(str(error) if run is None else run.explain_limit(error)) from error
             run.result.complete = False
-        run.collect()
-        if not run.result.has_evidence:
-            raise VerifyError(
-                "verification compared nothing: runs of the original itself differ as much as its outputs vary, and no site "
-                "was compared. Nothing was written; --no-verify leaves verification out"
-            )
+        check_evidence(run.result, run.collect(), self.output_names)
         run.result.seconds = time.monotonic() - start
         return run.result
 
@@ -246,8 +242,8 @@ class _Run:
         if beyond_noise and self.may_be_rounding() and self.verifier.searches:
             self.search_suspects(beyond_noise[0])
 
-    def collect(self) -> None:
-        """Puts what was compared into the result."""
+    def collect(self) -> list[list[Comparison]]:
+        """Puts what was compared into the result; gives the comparisons of all outputs, case by case."""
         by_case = [self.compared[i] for i in sorted(self.compared)]
         self.result.comparisons.extend(c for comparisons in by_case for c in comparisons)
         self.result.comparisons.extend(find_undefined_outputs(by_case, self._output_names()))
@@ -256,6 +252,7 @@ class _Run:
         remaining = [str(self._case(i)) for i in range(len(self.legal)) if i not in self.compared]
         self.result.skipped.extend(SkippedCase(case, "time") for case in remaining)
         self.result.complete = self.result.complete and not remaining
+        return by_case
 
     def explain_limit(self, error: LimitReached) -> str:
         """The message for a limit before any outputs were compared, behind runs of the original: that one is not endless."""

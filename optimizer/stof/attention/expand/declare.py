@@ -30,7 +30,7 @@ from stof.mask.site import AttentionSite, OperandView, RuntimeOperand
 from stof.mask.to_onnx import ScoreSizes, emit_mask
 from stof.op_rewrite import Job
 from stof.selection import NamedCandidate
-from stof.sparsify.bias_nodes import emit_bias
+from stof.sparsify.bias_nodes import emit_bias, live_nodes
 from stof.sparsify.patterns import HeadCounts, Pattern
 from stof.sparsify.sparsity import DeclaredPattern
 
@@ -241,10 +241,13 @@ def _emit_first(b: Builder, padding: _Padding) -> str:
 
 def _emit_bias(b: Builder, mask: MaskExpression, site: AttentionSite, scores: str, operands: dict[str, str]) -> str:
     """Nodes that compute the bias [B or 1, H or 1, S, T] of a mask, where the scores have the name ``scores``."""
+    start = len(b.nodes)
     shape = b.add("Shape", [scores])
     queries, keys = (b.add("Gather", [shape, b.constant(axis)], axis=0) for axis in (2, 3))
     past = b.add("Sub", [keys, queries]) if site.query_offset else b.constant(0)
     batch = b.add("Gather", [shape, b.constant(0)], axis=0) if _FIRST.name in operands else b.constant(1)
     sizes = ScoreSizes(B=batch, H=b.constant(site.num_heads), S=queries, T=keys, P=past)
     allowed = emit_mask(b, mask.root, sizes, operands)
-    return emit_bias(b, allowed, site.dtype)
+    bias = emit_bias(b, allowed, site.dtype)
+    b.nodes[start:] = live_nodes(b.nodes[start:], bias)
+    return bias

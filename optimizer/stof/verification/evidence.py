@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a verification compared enough to say something: else its result must not read as verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stof.errors import VerifyError
+from stof.verification.result import Comparison, Verification
+
+_MOST_NAMES = 4
+_WHAT_TO_DO = (
+    "look for NaN in the model's weights, give inputs with finite results by --inputs FILE, or leave verification out with "
+    "--no-verify"
+)
+
+
+def check_evidence(result: Verification, by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> None:
+    """Refuses a verification without a fault that compared nothing, or not one element of some output.
+
+    Args:
+        result: what was compared.
+        by_case: the comparisons of all outputs, case by case.
+        names: of the outputs.
+
+    Raises:
+        VerifyError: names the outputs.
+    """
+    if not result.has_evidence:
+        raise VerifyError(
+            "verification compared nothing: runs of the original itself differ as much as its outputs vary, and no site "
+            "was compared. Nothing was written; --no-verify leaves verification out"
+        )
+    unseen = [] if result.failures else find_nonfinite_outputs(by_case, names)
+    if not unseen:
+        return
+    listed = ", ".join(map(repr, unseen[:_MOST_NAMES])) + (" and others" if len(unseen) > _MOST_NAMES else "")
+    count = len(by_case)
+    inputs = "the one set of inputs that ran" if count == 1 else f"each of the {count} sets of inputs that ran"
+    raise VerifyError(
+        f"verification compared no element of output{'s' if len(unseen) > 1 else ''} {listed}: all of them are NaN or "
+        f"infinite in the original, on {inputs}. Nothing was written; {_WHAT_TO_DO}"
+    )
+
+
+def check_sites_alone(result: Verification) -> None:
+    """Refuses sites that were compared without outputs of the model, and without a fault, where none has a finite element.
+
+    Raises:
+        VerifyError: names the first site.
+    """
+    sites = [c for c in result.comparisons if c.site]
+    is_unseen = any(c.coverage.nonfinite for c in sites) and not any(c.coverage.compared for c in sites)
+    if is_unseen and not result.failures:
+        raise VerifyError(
+            f"verification compared no element: the original does not run here, and all that its sites give is NaN or infinite, "
+            f"{sites[0].site!r} first. Nothing was written; {_WHAT_TO_DO}"
+        )
+
+
+def find_nonfinite_outputs(by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> list[str]:
+    """The outputs without a compared element, of which the original gives numbers that are not finite.
+
+    Args:
+        by_case: the comparisons of all outputs, case by case.
+        names: of the outputs.
+    """
+    found = []
+    for i, name in enumerate(names):
+        covered = [comparisons[i].coverage for comparisons in by_case]
+        if any(c.nonfinite for c in covered) and not any(c.compared for c in covered):
+            found.append(name)
+    return found
