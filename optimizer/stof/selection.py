@@ -78,7 +78,7 @@ class Selection:
         named = list(candidates)
         for option, pattern in self._list_patterns():
             if not any(c.matches(pattern) for c in named):
-                others = "".join(f"; {o.prefix}NAME names a {o.kind}" for o in self.others if o.prefix)
+                others = "".join(f"; {o.prefix}NAME names one {o.kind}" for o in self.others if o.prefix)
                 raise ArgumentError(
                     f"{option} {self.names.prefix + pattern!r} names no {self.names.kind} of the model; "
                     f"{list_candidates(self.names, named)}{others}"

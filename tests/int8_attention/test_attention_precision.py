@@ -235,7 +235,7 @@ def test_auto_leaves_what_loses_time(tmp_path: Path) -> None:
     status, target, report = run(tmp_path, model, "auto", *texts(tmp_path, 1, LENGTH))
     assert status == 0
     assert precisions_of(target) == [""]
-    assert f"a loss is estimated at {LENGTH} keys: 0." in report["attention_precision"]["layers"][0]["reason"]
+    assert f"no gain is estimated at {LENGTH} keys: 0." in report["attention_precision"]["layers"][0]["reason"]
 
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_auto_takes_what_gains_within_its_bound(tmp_path: Path, monkeypatch: pyt
     status, target, report = run(tmp_path, model, "auto", *prompts)
     assert status == 0
     assert precisions_of(target) == [""]
-    assert f"a loss is estimated at {LENGTH} keys" in report["attention_precision"]["layers"][0]["reason"]
+    assert f"no gain is estimated at {LENGTH} keys" in report["attention_precision"]["layers"][0]["reason"]
     simulate_gains(monkeypatch, 1.2, 1.4)
     assert precisions_of(run(tmp_path, model, "auto", *prompts)[1]) == ["int8_fp8"]
     sharp = write_decoder(tmp_path / "sharp.onnx", SHAPE, gain=6.0)

@@ -59,13 +59,39 @@ def test_one_output_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """The other one is compared, and does not stand for it."""
     g = LayerGraph()
     attended = g.attention(*[g.heads("x")] * 3)
-    endless = g.add("Div", [attended, g.constant(0.0)])
+    unknown = g.add("Mul", [attended, g.constant(float("nan"))])
     model = onnx.load(g.save(tmp_path / "model.onnx", attended))
-    model.graph.output.append(helper.make_tensor_value_info(endless, TensorProto.FLOAT, ["batch", "sequence", HIDDEN]))
+    model.graph.output.append(helper.make_tensor_value_info(unknown, TensorProto.FLOAT, ["batch", "sequence", HIDDEN]))
     onnx.save(model, tmp_path / "model.onnx")
     status, target, _ = run(tmp_path, tmp_path / "model.onnx")
     assert (status, target.exists()) == (2, False)
-    assert f"no element of output {endless!r}:" in capsys.readouterr().err
+    assert f"no element of output {unknown!r}:" in capsys.readouterr().err
+
+
+def test_infinities_that_both_have_are_compared(tmp_path: Path) -> None:
+    """An output of -inf alone, as a mask without a key, is right where the result has it, too."""
+    g = LayerGraph()
+    attended = g.attention(*[g.heads("x")] * 3)
+    endless = g.add("Sub", [attended, g.constant(float("inf"))])
+    model = onnx.load(g.save(tmp_path / "model.onnx", attended))
+    model.graph.output.append(helper.make_tensor_value_info(endless, TensorProto.FLOAT, ["batch", "sequence", HIDDEN]))
+    onnx.save(model, tmp_path / "model.onnx")
+    status, target, report = run(tmp_path, tmp_path / "model.onnx")
+    assert (status, target.exists()) == (0, True)
+    assert report["verification"]["comparisons"]
+
+
+def test_outputs_that_are_sequences_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime gives lists of them: they are not compared, and the report says so."""
+    g = LayerGraph()
+    attended = g.attention(*[g.heads("x")] * 3)
+    model = onnx.load(g.save(tmp_path / "model.onnx", attended))
+    model.graph.node.append(helper.make_node("SequenceConstruct", [attended, attended], ["both"]))
+    model.graph.output.append(helper.make_tensor_sequence_value_info("both", TensorProto.FLOAT, None))
+    onnx.save(model, tmp_path / "model.onnx")
+    status, target, _ = run(tmp_path, tmp_path / "model.onnx")
+    assert (status, target.exists()) == (0, True)
+    assert "were not compared: 'both' of SEQUENCE" in capsys.readouterr().out
 
 
 def test_outputs_with_some_nan_are_compared_elsewhere(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def _choose(site: MeasuredSite | None, bounds: Mapping[str, float], unknown: str
     gains = {name: gain for name, gain in site.gains.items() if name in errors and errors[name] <= bounds[name]}
     best = max(gains, key=lambda name: gains[name])
     if gains[best] <= 1.0:
-        return "", f"a loss is estimated at {site.length} keys: {gains[best]:.2f}x in {best}"
+        return "", f"no gain is estimated at {site.length} keys: {gains[best]:.2f}x in {best}"
     return best, ""
 
 

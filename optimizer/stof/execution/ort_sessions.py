@@ -275,9 +275,12 @@ def _utf8_path(folder: Path) -> Iterator[str]:
 
 
 def find_without_arrays(values: Iterable[onnx.ValueInfoProto]) -> dict[str, str]:
-    """The tensors of types that ONNX Runtime's Python interface takes and gives no arrays of, with the type's name."""
+    """What ONNX Runtime's Python interface takes and gives no arrays of, by name: the element type, or SEQUENCE."""
     type_names = {}
     for value in values:
+        if value.type.HasField("sequence_type"):
+            type_names[value.name] = "SEQUENCE"
+            continue
         kind = value.type.tensor_type.elem_type
         if kind == onnx.TensorProto.UNDEFINED or kind in ARRAY_TYPES or kind not in onnx.TensorProto.DataType.values():
             continue  # no tensor, or of a type that runtimes refuse

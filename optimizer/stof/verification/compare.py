@@ -140,7 +140,10 @@ def _compare(
     good = np.logical_and.reduce([np.isfinite(x) for x in (plain, *legal)])
     compared, only = int(good.sum()), int(alone.sum())
     rows = tuple(int(i) for i in np.unique(np.argwhere(alone)[:, 0])) if only and alone.ndim > 1 else ()
-    coverage = Coverage(compared, plain.size - compared - only, undefined=only, rows=rows)
+    equal_infinite = int((np.isinf(plain) & (optimized == plain)).sum())
+    coverage = Coverage(
+        compared, plain.size - compared - only, undefined=only, rows=rows, equal_infinite=equal_infinite
+    )
     low, high = _extremes(plain, good)
     largest = max(abs(low), abs(high))
     # The range of a few numbers can be small by chance, and of one it is 0.

@@ -59,7 +59,7 @@ def check_sites_alone(result: Verification) -> None:
 
 
 def find_nonfinite_outputs(by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> list[str]:
-    """The outputs without a compared element, of which the original gives numbers that are not finite.
+    """The outputs without a compared element or an infinity that both models have, of which the original gives NaN or infinity.
 
     Args:
         by_case: the comparisons of all outputs, case by case.
@@ -68,6 +68,6 @@ def find_nonfinite_outputs(by_case: Sequence[Sequence[Comparison]], names: Seque
     found = []
     for i, name in enumerate(names):
         covered = [comparisons[i].coverage for comparisons in by_case]
-        if any(c.nonfinite for c in covered) and not any(c.compared for c in covered):
+        if any(c.nonfinite for c in covered) and not any(c.compared or c.equal_infinite for c in covered):
             found.append(name)
     return found

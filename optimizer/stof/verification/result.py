@@ -20,6 +20,7 @@ class Coverage:
     left_out: int = 0  # in rows of a large site that are not sampled
     sampled_rows: int = 0  # of a large site: how many rows were compared, of
     all_rows: int = 0  # so many; 0: every row
+    equal_infinite: int = 0  # of nonfinite: the same infinity in both
 
     @property
     def elements(self) -> int:
