@@ -339,7 +339,7 @@ def test_a_selection_is_for_the_op_whose_prefix_it_has(model: Path, use: Callabl
         with pytest.raises(ArgumentError, match=words):
             optimize(model, options=Options(**option))  # type: ignore[arg-type]
     with pytest.raises(
-        ArgumentError, match="names no site of the model; it has no site; neg:NAME names a neg; abs:NAME"
+        ArgumentError, match="names no site of the model; it has no site; neg:NAME names one neg; abs:NAME"
     ):
         optimize(model, options=Options(skip=("the Neg of x",)))
 
