@@ -127,7 +127,9 @@ def test_a_kernel_that_computes_something_else(tmp_path: Path, monkeypatch: pyte
 def drop_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Definitions round weights, and neither tokens nor hidden values."""
     compute = site_checks.compute_mlp
-    monkeypatch.setattr(site_checks, "compute_mlp", lambda *args, **given: compute(*args, **{**given, "factor_type": None}))
+    monkeypatch.setattr(
+        site_checks, "compute_mlp", lambda *args, **given: compute(*args, **{**given, "factor_type": None})
+    )
 
 
 def test_a_kernel_that_rounds_tokens_is_held_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
