@@ -127,7 +127,6 @@ def _compare_site(
     if (precision := precision_of(plain_attributes_of(node))) is not None:
         expected = replace(expected, weights=weights.rounded(precision))
         wanted = expected.output(np.float64)
-    single = expected.output(np.float32)
     try:
         result = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
     except LibraryError as error:
@@ -135,21 +134,34 @@ def _compare_site(
     odd = np.isfinite(result) != np.isfinite(exact)
     if odd.any():
         return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, result, exact))
-    away = largest_number(result - wanted)
-    rounded = single.astype(dtype).astype(np.float64)
     if site.rounds_tokens:
         # Verification runs have weights as they are stored, of which ONNX Runtime's kernel rounds no tokens.
         rounding = max(rounding, largest_number(expected.output(np.float64, rounds_tokens=True) - exact))
+    rounded = expected.output(np.float32).astype(dtype).astype(np.float64)
     budget = _FACTOR * max(largest_number(rounded - wanted), rounding) + _ULPS * ulp_of_largest(wanted, dtype)
     left_out = len(gate) * site.output_size - result.size
     coverage = Coverage(result.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
-    rms = None
+    away, rms = largest_number(result - wanted), None
     if precision is not None:
-        rounded_all = replace(expected, factor_type=precision)
-        rms = rounded_all.larger_error(result, exact)
-        if away > budget and thresholds is None:  # tokens that run one after the other are not rounded
-            away = rounded_all.distance(result)
+        # Tokens with thresholds run one after the other, and are not rounded.
+        limit = budget if thresholds is None else np.inf
+        away, rms = _check_rounded(replace(expected, factor_type=precision), result, exact, away, limit)
     return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage, relative_rms=rms)
+
+
+def _check_rounded(
+    expected: _Expected, result: np.ndarray, exact: np.ndarray, away: float, limit: float
+) -> tuple[float, float | None]:
+    """How far a result is from the nearer one of two definitions, and its relative RMS error.
+
+    Args:
+        expected: the definition that rounds tokens and hidden values as well as weights.
+        result: of the operator, in fp64.
+        exact: without any rounding.
+        away: how far the result is from the definition that rounds weights alone.
+        limit: the distance up to which it need not be near the other one.
+    """
+    return expected.distance(result) if away > limit else away, expected.larger_error(result, exact)
 
 
 def _distance_of_original(expected: _Expected, computed: np.ndarray) -> tuple[float, float]:
