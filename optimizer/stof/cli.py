@@ -96,7 +96,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         action="append",
         default=[],
         metavar="SITE",
-        help="site name, pattern or number; cache:NAME, chain:NAME, gemm:NAME name others; repeatable",
+        help="site name, pattern or number; cache:NAME, unpad:NAME, mlp:NAME, chain:NAME, gemm:NAME name others; repeatable",
     )
     group.add_argument(
         "--skip", action="append", default=[], metavar="SITE", help="likewise, to leave sites as they are"
@@ -147,8 +147,8 @@ def _add_precisions(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allow-bf16",
         action="store_true",
-        help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it, and round weights of "
-        "sparse MLPs; OUTPUTS CHANGE slightly",
+        help="let attention and matmuls by constants compute in bf16, on CPUs with instructions for it, and round weights "
+        "and many tokens of sparse MLPs; OUTPUTS CHANGE slightly",
     )
     group.add_argument(
         "--attention-precision",

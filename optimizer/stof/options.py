@@ -98,7 +98,8 @@ class Options:
         capability: of the CUDA device that estimates are for, 10 x major + minor; 0: of the one at hand.
         allow_tf32: fp32 attention may compute its matmuls in TF32, on CUDA.
         allow_bf16: attention, and matmuls by constant weights, may compute in bf16 with sums in fp32, on CPUs that have
-            instructions for it; sparse MLPs may round their weights to bf16, on all CPUs; outputs change.
+            instructions for it; sparse MLPs may round their weights to bf16 on all CPUs, and many tokens on those with
+            instructions for it; outputs change.
         attention_precision: "fp16", "int8", "fp8" or "auto": the lowest precision of attention on CUDA. "fp16": that of its
             inputs. "int8": scores in int8. "fp8": scores in int8, weights and values in e4m3. "auto": of both the faster one
             whose error on ``inputs`` or ``prompts`` is small. Outputs change.
@@ -117,8 +118,8 @@ class Options:
             largest sizes in use; 0: any number.
         inputs: what verification runs on before drawn inputs, and thresholds of ``sparsify`` are measured on: a .npz file, a
             folder of ``input_*.pb``, "module:function", arrays by name, a callable that gives some, or several of these.
-        only: the sites to replace: names, numbers or patterns; "cache:NAME", "mlp:NAME" and "chain:NAME" name others,
-            and "gemm:NAME" GEMMs of ``allow_bf16``.
+        only: the sites to replace: names, numbers or patterns; "cache:NAME", "unpad:NAME", "mlp:NAME",
+            "chain:NAME" and "gemm:NAME" name others.
         skip: likewise, the sites to leave as they are.
         shapes: ranges of dimensions in use, by name: a size, or (least, most).
         masks: mask expressions that the user states, by site; they are checked.

@@ -19,9 +19,7 @@ from stof.execution.given_inputs import GivenFeed, read_given_inputs
 from stof.execution.runtime_faults import refuse_old_runtimes
 from stof.execution.session_process import RuntimeFailure, has_onnxruntime
 from stof.files import check_input, check_outputs, write_text
-from stof.gemm_precision.selection import KEY as GEMMS
-from stof.gemm_precision.selection import NAMES as GEMM_NAMES
-from stof.gemm_precision.selection import check_gemm_options
+from stof.gemm_precision.selection import GEMM_NAMES, GEMM_SELECTION, check_gemm_options
 from stof.graph.data_copies import check_output_folder, data_to_copy
 from stof.graph.external_data import external_files, read_constants
 from stof.graph.index import DOMAIN, all_nodes, opset_of
@@ -156,9 +154,9 @@ def _optimize(report: Report, source: Path, target: Path, options: Options) -> N
         refuse_old_runtimes()
     _check_time_option(options, report.dry_run)
     ops = OPS if options.emission.needs_library else STANDARD_OPS
-    names = {op.key: op.names for op in ops} | {GEMMS: GEMM_NAMES}
+    names = {op.key: op.names for op in ops} | {GEMM_SELECTION: GEMM_NAMES}
     selections = dict(zip(names, select(options, [*names.values()]), strict=True))
-    check_gemm_options(selections[GEMMS], options)
+    check_gemm_options(selections[GEMM_SELECTION], options)
     plan = _load_plan(options)
     with _measure_seconds(report, "load"), _as_model_error(source):
         graph, opset = load_with_opset(source)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from gemm_layers import HIDDEN, REAL, LayerGraph, bert_layer, drawn, gemms_of, outputs_of
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from precision_runs import run
 
 
@@ -150,3 +150,42 @@ def test_wrong_names_are_refused(
     status, target, _ = run(tmp_path, bert_layer(tmp_path / "model.onnx"), *options)
     assert (status, target.exists()) == (1, False)
     assert message in capsys.readouterr().err
+
+
+@REAL
+def test_transposed_weights_of_other_types_have_a_reason(tmp_path: Path) -> None:
+    """It has the type and shape that were found."""
+    g = LayerGraph()
+    output = attended(g, "x")
+    model = onnx.load(g.save(tmp_path / "model.onnx", output))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((200, HIDDEN)), "wide"))
+    model.graph.node.append(helper.make_node("Gemm", ["rows", "wide"], ["y"], name="gemm", transB=1))
+    model.graph.input.append(helper.make_tensor_value_info("rows", TensorProto.DOUBLE, [33, HIDDEN]))
+    model.graph.output.append(helper.make_tensor_value_info("y", TensorProto.DOUBLE, [33, 200]))
+    onnx.save(model, tmp_path / "model.onnx")
+    status, target, report = run(tmp_path, tmp_path / "model.onnx", "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    assert row["reason"] == (
+        f"it has transB=1, and its weight 'wide' is 200 x {HIDDEN} DOUBLE, expected a stored matrix of fp32, fp16 or bf16"
+    )
+
+
+@REAL
+def test_a_transposed_weight_that_is_an_output_stays(tmp_path: Path) -> None:
+    """Whoever runs the model reads it as it is stored."""
+    g = LayerGraph()
+    output = attended(g, "x")
+    model = onnx.load(g.save(tmp_path / "model.onnx", output))
+    weight = np.random.default_rng(1).standard_normal((200, HIDDEN)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(weight, "weight"))
+    model.graph.node.append(helper.make_node("Gemm", ["rows", "weight"], ["y"], name="gemm", transB=1))
+    model.graph.input.append(helper.make_tensor_value_info("rows", TensorProto.FLOAT, [33, HIDDEN]))
+    model.graph.output.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [33, 200]))
+    model.graph.output.append(helper.make_tensor_value_info("weight", TensorProto.FLOAT, [200, HIDDEN]))
+    onnx.save(model, tmp_path / "model.onnx")
+    status, target, report = run(tmp_path, tmp_path / "model.onnx", "--allow-bf16")
+    assert (status, gemms_of(target)) == (0, [])
+    (row,) = report["attention_precision"]["gemms"]["rows"]
+    words = "an output of the model as well: a second copy would make the file larger"
+    assert row["reason"] == f"its weight 'weight' is {words}"

@@ -91,8 +91,12 @@ def test_weights_are_rounded(form: MlpForm, tmp_path: Path) -> None:
 def test_the_report_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, put(tmp_path, MlpForm()), "--allow-bf16")[0] == 0
     text = capsys.readouterr().out
-    assert "OUTPUTS CHANGE: --allow-bf16 lets 2 of 2 sparse MLPs read weights rounded to bf16" in text.splitlines()[0]
-    assert "bf16 weights in 2 sparse MLPs of 160 neurons; relative RMS error up to 0.00" in text
+    first = text.splitlines()[0]
+    assert "OUTPUTS CHANGE: --allow-bf16 lets 2 of 2 sparse MLPs round weights, and many tokens, to bf16" in first
+    assert (
+        "weights, and many tokens, rounded to bf16 in 2 sparse MLPs of 160 neurons; relative RMS error up to 0.00"
+        in text
+    )
     assert (
         "errors of sparse MLPs: relative RMS against fp64, on 48 tokens of a set at most, 2 sets of drawn inputs"
         in text
@@ -123,7 +127,9 @@ def test_a_kernel_that_computes_something_else(tmp_path: Path, monkeypatch: pyte
 def drop_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Definitions round weights, and neither tokens nor hidden values."""
     compute = site_checks.compute_mlp
-    monkeypatch.setattr(site_checks, "compute_mlp", lambda *args, **given: compute(*args, **{**given, "factors": None}))
+    monkeypatch.setattr(
+        site_checks, "compute_mlp", lambda *args, **given: compute(*args, **{**given, "factor_type": None})
+    )
 
 
 def test_a_kernel_that_rounds_tokens_is_held_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

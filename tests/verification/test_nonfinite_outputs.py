@@ -106,6 +106,7 @@ def test_outputs_with_some_nan_are_compared_elsewhere(tmp_path: Path) -> None:
     status, target, report = run(tmp_path, model)
     assert (status, target.exists()) == (0, True)
     coverages = [c["coverage"] for c in report["verification"]["comparisons"] if not c["site"]]
+    assert coverages
     assert all(c["compared"] == 127 * c["nonfinite"] > 0 for c in coverages)
 
 
@@ -134,5 +135,8 @@ def test_a_fault_is_told_first() -> None:
 def test_sites_without_outputs() -> None:
     nothing, some = comparison(0, 8, "first"), comparison(4, 4, "second")
     check_sites_alone(Verification(comparisons=[nothing, some]))
-    with pytest.raises(VerifyError, match="'first' first"):
-        check_sites_alone(Verification(comparisons=[nothing]))
+    with pytest.raises(VerifyError, match=r"only NaN or infinity at site 'first'\. "):
+        check_sites_alone(Verification(comparisons=[nothing, nothing]))
+    sites = [comparison(0, 8, f"site {i}") for i in range(5)]
+    with pytest.raises(VerifyError, match=r"at all 5 sites \('site 0', 'site 1', 'site 2', 'site 3' and others\)\. "):
+        check_sites_alone(Verification(comparisons=sites))

@@ -22,7 +22,7 @@ from stof.execution.given_inputs import GivenFeed
 from stof.execution.session_process import release_sessions
 from stof.gemm_precision.apply import judge_rows, put_gemms, report_gemms
 from stof.gemm_precision.errors import describe_rows, measure_gemm_errors
-from stof.gemm_precision.selection import KEY as GEMMS
+from stof.gemm_precision.selection import GEMM_SELECTION
 from stof.gemm_precision.sites import FoundGemms, find_gemms
 from stof.op_rewrite import Job, Measure
 from stof.options import Options
@@ -91,7 +91,7 @@ def _find_gemms(job: Job, model: onnx.ModelProto, facts: Symbolic) -> FoundGemms
 
 
 def _report_gemms(gemms: FoundGemms | None, job: Job, precision: Precision) -> GemmReport:
-    selection = job.selections.get(GEMMS)
+    selection = job.selections.get(GEMM_SELECTION)
     if gemms is None:
         if selection is not None:
             left = "the library has no GEMM" if job.options.products else "--products off leaves matmuls as they are"

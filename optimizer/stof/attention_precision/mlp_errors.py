@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of each sparse MLP with rounded weights against fp64, on tensors that the original computes of sets of inputs."""
+"""The error of each sparse MLP that may round to bf16 against fp64, on tensors that the original computes of sets of inputs."""
 
 from __future__ import annotations
 

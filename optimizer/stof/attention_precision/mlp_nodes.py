@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse MLPs of an optimized model whose weights may be rounded, and the attribute that says so."""
+"""The sparse MLPs of an optimized model that may round to bf16, and the attribute that says so."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from stof.symbolic.rules.movement_helpers import element_count
 from stof.symbolic.tensor import Shape
 
 MATMUL_OPS = frozenset({"MatMul", "Gemm"})
-GEMM_ATTRIBUTES = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}  # those of a plain one
+# Of a plain matmul. A Gemm with other values is none.
+PLAIN_GEMM_ATTRIBUTES = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
 MOST_INPUTS = 13  # of an epilogue
 _ALIGNMENT = 8  # elements that CUDA kernels load at once
 _FEWEST_COLUMNS = 24  # of a weight that is worth packing on every CPU
@@ -61,7 +62,7 @@ def is_plain_matmul(node: onnx.NodeProto) -> bool:
     if domain_of(node) or node.op_type not in MATMUL_OPS:
         return False
     attributes = attributes_of(node)
-    return all(attributes.get(k, v) == v for k, v in GEMM_ATTRIBUTES.items())
+    return all(attributes.get(k, v) == v for k, v in PLAIN_GEMM_ATTRIBUTES.items())
 
 
 def is_fusable_matmul(node: onnx.NodeProto, symbolic: Symbolic) -> bool:

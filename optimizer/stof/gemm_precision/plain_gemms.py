@@ -8,8 +8,8 @@ file has as many bytes as before. An attribute for the layout would need kernels
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,14 +20,11 @@ from onnx import TensorProto, helper
 from stof.attention.limits import type_names
 from stof.errors import UnsupportedError
 from stof.graph.external_data import map_array
-from stof.graph.index import captured_tensors, domain_of, node_tensors
+from stof.graph.index import captured_tensors, describe, domain_of, node_tensors
 from stof.graph.names import FreshNames
 from stof.graph.node_fields import attributes_of, input_of
 from stof.graph.protobuf import copy_node, copy_with_nodes, remove_named
 
-_SECOND_COPY = (
-    "its weight is transposed or scaled and others read it as it is stored: a second copy would make the file larger"
-)
 _TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
@@ -39,13 +36,13 @@ class PlainGemm:
         node: a Gemm without attributes.
         tensors: new constants.
         gone: the names of those that nothing reads any more. Constant nodes among them are dead: the edit removes them.
-        sharing: the indices of all Gemm nodes that read its weight, where these are several.
+        sharers: the indices of all Gemm nodes that read its weight, where these are several.
     """
 
     node: onnx.NodeProto
     tensors: tuple[TensorProto, ...]
     gone: frozenset[str]
-    sharing: frozenset[int] = frozenset()
+    sharers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +63,7 @@ class PlainGemms:
         Nodes that share a weight with one of them become plain, too: the file keeps one copy of it.
         """
         chosen = [i for i in indices if i in self.forms]
-        forms = {j: self.forms[j] for i in chosen for j in (i, *sorted(self.forms[i].sharing))}
+        forms = {j: self.forms[j] for i in chosen for j in (i, *sorted(self.forms[i].sharers))}
         if not forms:
             return model
         nodes = [forms[i].node if i in forms else n for i, n in enumerate(model.graph.node)]
@@ -79,7 +76,10 @@ class PlainGemms:
 
 
 def constant_tensors(nodes: Iterable[onnx.NodeProto]) -> dict[str, TensorProto]:
-    """The tensors that Constant nodes hold, by the names of their outputs. Their own names say nothing."""
+    """The tensors that Constant nodes hold, by the names of their outputs.
+
+    An output's name is what nodes read; the tensor's own field ``name`` may be empty or anything.
+    """
     return {
         node.output[0]: a.t
         for node in nodes
@@ -101,8 +101,7 @@ def find_plain_gemms(model: onnx.ModelProto, least_weights: int, folder: Path) -
     given = {v.name for v in graph.input}
     stored = {t.name: t for t in graph.initializer if t.name not in given} | constant_tensors(graph.node)
     names = FreshNames([*given, *stored, *(t for n in graph.node for t in node_tensors(n))])
-    readers = Counter(name for n in graph.node for name in {*n.input, *captured_tensors(n)})
-    readers.update(o.name for o in graph.output)
+    readers = _Readers.of(graph)
     candidates = dict[int, _PlainForm]()
     for index, node in enumerate(graph.node):
         if node.op_type != "Gemm" or domain_of(node) or (weight := stored.get(input_of(node, 1))) is None:
@@ -115,27 +114,76 @@ def find_plain_gemms(model: onnx.ModelProto, least_weights: int, folder: Path) -
     return _make_forms(candidates, readers)
 
 
-def _make_forms(candidates: Mapping[int, _PlainForm], readers: Mapping[str, int]) -> PlainGemms:
+@dataclass(frozen=True, eq=False)
+class _Readers:
+    """Who reads the tensors of a graph.
+
+    Attributes:
+        nodes: by the name of a tensor the nodes that read it, also those whose subgraphs do, by their indices.
+        outputs: of the graph.
+    """
+
+    nodes: Mapping[str, Mapping[int, onnx.NodeProto]]
+    outputs: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: onnx.GraphProto) -> _Readers:
+        """Those of a graph."""
+        nodes: dict[str, dict[int, onnx.NodeProto]] = defaultdict(dict)
+        for index, node in enumerate(graph.node):
+            for name in {*node.input, *captured_tensors(node)}:
+                nodes[name][index] = node
+        return cls(dict(nodes), frozenset(o.name for o in graph.output))
+
+    def count(self, name: str) -> int:
+        """How many read a tensor."""
+        return len(self.nodes.get(name, ())) + (name in self.outputs)
+
+
+def _make_forms(candidates: Mapping[int, _PlainForm], readers: _Readers) -> PlainGemms:
     """The plain forms of nodes that need some. All readers of a weight share one, if they read it in one way."""
-    by_layout: dict[_Layout, list[int]] = defaultdict(list)
+    groups: dict[_Layout, set[int]] = defaultdict(set)
     for index, form in candidates.items():
         if form.layout is not None:
-            by_layout[form.layout].append(index)
-    forms, reasons = dict[int, PlainGemm](), dict[int, str]()
-    weights: dict[_Layout, TensorProto] = {}
+            groups[form.layout].add(index)
+    reasons = {index: reason for index, form in candidates.items() if (reason := form.why_not())}
+    for layout, group in groups.items():
+        if reason := _find_conflict(layout, group, readers, reasons):
+            reasons |= dict.fromkeys(group - reasons.keys(), reason)
+    forms, weights = dict[int, PlainGemm](), dict[_Layout, TensorProto]()
     for index, form in candidates.items():
-        group = [] if form.layout is None else by_layout[form.layout]
+        if index in reasons:
+            continue
+        group = groups[form.layout] if form.layout is not None else set()
         try:
-            if form.layout is not None and readers[form.layout.weight] > sum(candidates[i].reads_once for i in group):
-                raise UnsupportedError(_SECOND_COPY)
-            made = form.make(weights)
-            forms[index] = replace(made, sharing=frozenset(group)) if len(group) > 1 else made
-        except UnsupportedError as error:
+            forms[index] = replace(form.make(weights), sharers=frozenset(group) if len(group) > 1 else frozenset())
+        except UnsupportedError as error:  # of the weight: all nodes that share it have this reason
             reasons[index] = str(error)
-    for index in [i for i, made in forms.items() if made.sharing & reasons.keys()]:
-        del forms[index]
-        reasons[index] = _SECOND_COPY
     return PlainGemms(forms, reasons)
+
+
+def _find_conflict(layout: _Layout, group: Collection[int], readers: _Readers, reasons: Mapping[int, str]) -> str:
+    """Why the weight of a layout has to stay in the file as it is stored; empty where it has not.
+
+    Args:
+        layout: the weight, and how a group reads it.
+        group: all nodes that do.
+        readers: of all tensors.
+        reasons: why nodes have no plain form, by the index.
+    """
+    words = ""
+    for index, node in readers.nodes[layout.weight].items():
+        if index not in group:
+            words = f"read by {describe(node)} in another way, expected the same transB and alpha"
+        elif list(node.input).count(layout.weight) > 1:
+            words = f"another operand of {describe(node)} as well"
+        elif index in reasons:
+            words = f"read by {describe(node)} as well, which stays ({reasons[index]})"
+        if words:
+            break
+    if layout.weight in readers.outputs:
+        words = "an output of the model as well"
+    return words and f"its weight {layout.weight!r} is {words}: a second copy would make the file larger"
 
 
 @dataclass(frozen=True)
@@ -154,7 +202,7 @@ class _PlainForm:
         self,
         node: onnx.NodeProto,
         stored: Mapping[str, TensorProto],
-        readers: Mapping[str, int],
+        readers: _Readers,
         names: FreshNames,
         folder: Path,
     ) -> None:
@@ -169,7 +217,10 @@ class _PlainForm:
         self.columns = int(self.weight.dims[0 if self.is_transposed else 1])
 
     def needs_rewrite(self) -> bool:
-        """Whether StofGemm cannot compute the node as it is: a transposed or scaled operand, or a bias of one element."""
+        """Whether StofGemm cannot compute the node as it is.
+
+        It has a transposed or scaled operand, a bias of one element, or a beta without a bias, which says nothing and goes.
+        """
         is_one = self.bias is not None and math.prod(self.bias.dims) == 1
         return self.is_left_transposed or self.is_transposed or self.alpha != 1 or self.beta != 1 or is_one
 
@@ -179,23 +230,26 @@ class _PlainForm:
         is_stored = not self.is_transposed and self.alpha == 1
         return None if is_stored else _Layout(self.node.input[1], self.is_transposed, self.alpha)
 
-    @property
-    def reads_once(self) -> bool:
-        """Whether its weight is no other operand of it as well."""
-        return list(self.node.input).count(self.node.input[1]) == 1
+    def why_not(self) -> str:
+        """Why it has no plain form, whatever its weight; empty: it may have one."""
+        if self.is_left_transposed:
+            return "its left operand is transposed (transA)"
+        try:
+            self._plain_bias_values()
+        except UnsupportedError as error:
+            return str(error)
+        return ""
 
-    def make(self, made: dict[_Layout, TensorProto]) -> PlainGemm:
-        """The plain form.
+    def make(self, made_weights: dict[_Layout, TensorProto]) -> PlainGemm:
+        """The plain form of a node that :meth:`why_not` says nothing against.
 
         Args:
-            made: the weights in their new layouts so far; gets this one's.
+            made_weights: the weights in their new layouts so far; gets this one's.
 
         Raises:
-            UnsupportedError: where it has none.
+            UnsupportedError: where its weight cannot be scaled.
         """
-        if self.is_left_transposed:
-            raise UnsupportedError("its left operand is transposed (transA)")
-        weights = self._plain_weight(made)
+        weights = self._plain_weight(made_weights)
         bias = self._plain_bias()
         node = copy_node(self.node)
         del node.attribute[:]
@@ -206,24 +260,33 @@ class _PlainForm:
             inputs.append(node.input[2])
         del node.input[:]
         node.input.extend(inputs)
-        gone = {n for n in self.node.input[2:] if n not in inputs and self.readers[n] == 1 and n in self.stored}
+        gone = {n for n in self.node.input[2:] if n not in inputs and self.readers.count(n) == 1 and n in self.stored}
         gone |= {self.node.input[1]} - set(inputs)  # all its readers become plain
         return PlainGemm(node, tuple(t for t in (weights, bias) if t is not None), frozenset(gone))
 
-    def _plain_weight(self, made: dict[_Layout, TensorProto]) -> TensorProto | None:
+    def _plain_weight(self, made_weights: dict[_Layout, TensorProto]) -> TensorProto | None:
         """The weight as [K, N], times alpha; None: as it is stored."""
         if self.layout is None:
             return None
-        if self.layout not in made:
+        if self.layout not in made_weights:
             array = map_array(self.weight, self.folder)
             if self.alpha != 1:
                 array = self._scale(array, self.alpha, "weight", "alpha")
             layout = "transposed" if self.is_transposed else "scaled"
-            made[self.layout] = self._tensor(1, layout, array.T if self.is_transposed else array)
-        return made[self.layout]
+            made_weights[self.layout] = self._tensor(1, layout, array.T if self.is_transposed else array)
+        return made_weights[self.layout]
 
     def _plain_bias(self) -> TensorProto | None:
         """The bias times beta, one element for each column; None: as it is stored, or without any."""
+        values = self._plain_bias_values()
+        return None if values is None else self._tensor(2, "scaled" if self.beta != 1 else "repeated", values)
+
+    def _plain_bias_values(self) -> np.ndarray | None:
+        """Those of :meth:`_plain_bias`.
+
+        Raises:
+            UnsupportedError: where the bias is computed or cannot be scaled.
+        """
         name = input_of(self.node, 2)
         if not name or self.beta == 0:
             return None
@@ -237,8 +300,7 @@ class _PlainForm:
         array = map_array(self.bias, self.folder)
         if self.beta != 1:
             array = self._scale(array, self.beta, "bias", "beta")
-        layout = "scaled" if self.beta != 1 else "repeated"
-        return self._tensor(2, layout, np.repeat(array.reshape(1), self.columns) if is_one else array)
+        return np.repeat(array.reshape(1), self.columns) if is_one else array
 
     def _scale(self, array: np.ndarray, factor: float, operand: str, name: str) -> np.ndarray:
         """A constant operand times a factor of this name.

@@ -9,8 +9,8 @@ from stof.errors import ArgumentError
 from stof.options import Options
 from stof.selection import CandidateNames, NamedCandidate, Selection
 
-KEY = "gemms"  # of the selection, beside those of ops
-NAMES = CandidateNames("GEMM", "gemm:", listed_by="--allow-bf16 --dry-run --json FILE")
+GEMM_SELECTION = "gemms"  # of the selection, beside those of ops
+GEMM_NAMES = CandidateNames("GEMM", "gemm:", listed_by="--allow-bf16 --dry-run --json FILE")
 
 
 def check_gemm_options(selection: Selection, options: Options) -> None:
@@ -21,8 +21,8 @@ def check_gemm_options(selection: Selection, options: Options) -> None:
     """
     for pattern in selection.explain:
         raise ArgumentError(
-            f"--explain {NAMES.prefix + pattern!r} names a {NAMES.kind}, and these have one reason each: {NAMES.listed_by} "
-            "has it under attention_precision.gemms"
+            f"--explain {GEMM_NAMES.prefix + pattern!r} names a {GEMM_NAMES.kind}, and these have one reason each: "
+            f"{GEMM_NAMES.listed_by} has it under attention_precision.gemms"
         )
     if not options.allow_bf16:
         selection.refuse_all("--allow-bf16 alone looks for them")

@@ -14,7 +14,7 @@ from stof.errors import StofError, UnsupportedError
 from stof.fusion.check import check_chain
 from stof.fusion.emit import GEMM, ChainSignature, chain_signature, select_common_types
 from stof.fusion.fusion_graph import FusionGraph
-from stof.fusion.gemm import GEMM_ATTRIBUTES, MATMUL_OPS, FusedGemm, is_fusable_matmul, is_plain_matmul
+from stof.fusion.gemm import MATMUL_OPS, PLAIN_GEMM_ATTRIBUTES, FusedGemm, is_fusable_matmul, is_plain_matmul
 from stof.fusion.policy import ChainPolicy, ShapeReads
 from stof.fusion.regions import build_chain
 from stof.gemm_precision.plain_gemms import PlainGemms, find_plain_gemms
@@ -190,14 +190,18 @@ def _why_not_plain(graph: FusionGraph, node: onnx.NodeProto) -> str:
     left, weight = node.input[:2]
     if not is_plain_matmul(node):
         attributes = attributes_of(node)
-        words = ", ".join(f"{name}={attributes[name]:g}" for name in GEMM_ATTRIBUTES if name in attributes)
+        words = ", ".join(f"{name}={attributes[name]:g}" for name in PLAIN_GEMM_ATTRIBUTES if name in attributes)
         writer = graph.writer.get(weight)
         if writer is not None and graph.nodes[writer].op_type != "Constant":
             return (
                 f"it has {words}, and its weight {weight!r} is no stored tensor but computed by "
                 f"{describe(graph.nodes[writer])}: fold constants first"
             )
-        return f"it has {words}, and its weight {weight!r} is no matrix of fp32, fp16 or bf16"
+        kind, shape = type_names([graph.symbolic.dtype(weight)], "or"), graph.symbolic.shape(weight) or ()
+        return (
+            f"it has {words}, and its weight {weight!r} is {' x '.join(map(str, shape))} {kind}, "
+            "expected a stored matrix of fp32, fp16 or bf16"
+        )
     shapes = [(name, graph.symbolic.shape(name)) for name in (left, weight)]
     unknown = [repr(name) for name, shape in shapes if shape is None]
     if unknown:

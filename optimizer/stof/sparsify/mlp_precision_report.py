@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of sparse MLPs whose weights are rounded: which, and their errors."""
+"""What the report says of sparse MLPs that may round to bf16: which, and their errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stof.sparsify.reduced_rows import ReducedRow, ReducedRows
 
 @dataclass(frozen=True, kw_only=True)
 class MlpPrecisionRow(ReducedRow):
-    """An MLP that became StofSparseMLP; its weights alone are rounded.
+    """An MLP that became StofSparseMLP; its weights, and many tokens with their hidden values, may be rounded.
 
     Attributes:
         neurons: how many it has; 0: not known.
@@ -32,5 +32,5 @@ class MlpPrecisionReport(ReducedRows[MlpPrecisionRow]):
     noun: ClassVar[str] = "sparse MLP"
 
     def say_reduced(self, precision: str, count: str, kind: str) -> str:
-        """That the weights of MLPs of a size are rounded to a precision."""
-        return f"{precision} weights in {count}{kind}"
+        """That MLPs of a size round weights and many tokens to a precision."""
+        return f"weights, and many tokens, rounded to {precision} in {count}{kind}"

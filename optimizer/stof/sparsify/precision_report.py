@@ -75,9 +75,9 @@ class PrecisionReport(ReducedPrecisionReport):
             counts.append(f"{len(self.gemms.reduced)} of {len(self.gemms.rows)} GEMMs")
         name = self.precision.name
         effects = [f"{' and '.join(counts)} compute matmuls in {name}"] if counts else []
-        if self.mlps.reduced:  # their matmuls stay in fp32
+        if self.mlps.reduced:
             effects.append(
-                f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs read weights rounded to {name}"
+                f"{len(self.mlps.reduced)} of {len(self.mlps.rows)} sparse MLPs round weights, and many tokens, to {name}"
             )
         if not effects:
             return f"{self.precision.option} changes nothing"

@@ -34,11 +34,10 @@ def check_evidence(result: Verification, by_case: Sequence[Sequence[Comparison]]
     unseen = [] if result.failures else find_nonfinite_outputs(by_case, names)
     if not unseen:
         return
-    listed = ", ".join(map(repr, unseen[:_MOST_NAMES])) + (" and others" if len(unseen) > _MOST_NAMES else "")
     count = len(by_case)
     inputs = "the one set of inputs that ran" if count == 1 else f"each of the {count} sets of inputs that ran"
     raise VerifyError(
-        f"verification compared no element of output{'s' if len(unseen) > 1 else ''} {listed}: all of them are NaN or "
+        f"verification compared no element of output{'s' if len(unseen) > 1 else ''} {_list(unseen)}: all of them are NaN or "
         f"infinite in the original, on {inputs}. Nothing was written; {_WHAT_TO_DO}"
     )
 
@@ -47,15 +46,22 @@ def check_sites_alone(result: Verification) -> None:
     """Refuses sites that were compared without outputs of the model, and without a fault, where none has a finite element.
 
     Raises:
-        VerifyError: names the first site.
+        VerifyError: names the sites.
     """
     sites = [c for c in result.comparisons if c.site]
     is_unseen = any(c.coverage.nonfinite for c in sites) and not any(c.coverage.compared for c in sites)
     if is_unseen and not result.failures:
+        names = list(dict.fromkeys(c.site for c in sites))
+        where = f"site {_list(names)}" if len(names) == 1 else f"all {len(names)} sites ({_list(names)})"
         raise VerifyError(
-            f"verification compared no element: the original does not run here, and all that its sites give is NaN or infinite, "
-            f"{sites[0].site!r} first. Nothing was written; {_WHAT_TO_DO}"
+            "verification compared no element: the original does not run here, and the original's nodes give only NaN or "
+            f"infinity at {where}. Nothing was written; {_WHAT_TO_DO}"
         )
+
+
+def _list(names: Sequence[str]) -> str:
+    """The first names in words."""
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + (" and others" if len(names) > _MOST_NAMES else "")
 
 
 def find_nonfinite_outputs(by_case: Sequence[Sequence[Comparison]], names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from stof.sparse_mlp.constants import Constants, read_bias, read_rows
 from stof.sparse_mlp.site import MlpSite
 
 _BLOCK = 1024  # neurons that are multiplied together, in fp64
-_SUMS = 2.0**-20  # a sum in fp32 is so far off at most, relative to the sum of absolute values
+_FP32_SUM_ERROR = 2.0**-20  # of a sum in fp32, over the sum of absolute values: it is assumed to be this much at most
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def compute_mlp(
     kind: type[np.floating[Any]],
     *,
     rounds_tokens: bool = False,
-    factors: RoundedOperands | None = None,
+    factor_type: RoundedOperands | None = None,
     active: np.ndarray | None = None,
 ) -> np.ndarray:
     """The MLP behind its gate, in one type.
@@ -65,7 +65,7 @@ def compute_mlp(
         weights: of the site.
         kind: the type to compute in.
         rounds_tokens: whether what quantized weights multiply is rounded to int8 in blocks, as accuracy_level 4 allows.
-        factors: the type that tokens and hidden values are rounded to before they are multiplied; None: they are not.
+        factor_type: the type that tokens and hidden values are rounded to before they are multiplied; None: they are not.
         active: bool [tokens, F], the neurons that count; None: all.
 
     Returns:
@@ -73,8 +73,8 @@ def compute_mlp(
     """
     if rounds_tokens and inputs is not None:
         inputs = _round_to_int8(inputs.astype(kind), site)
-    if factors is not None and inputs is not None:
-        inputs = factors.round(inputs)
+    if factor_type is not None and inputs is not None:
+        inputs = factor_type.round(inputs)
     total: np.ndarray = np.zeros((len(gate), site.output_size), kind)
     for start in range(0, site.neurons, _BLOCK):
         block = slice(start, min(start + _BLOCK, site.neurons))
@@ -83,24 +83,28 @@ def compute_mlp(
             hidden = np.where(active[:, block], hidden, kind(0))
         if rounds_tokens:
             hidden = _round_to_int8(hidden, site)
-        if factors is not None:
-            hidden = factors.round(hidden)
+        if factor_type is not None:
+            hidden = factor_type.round(hidden)
         total += hidden @ np.asarray(weights.down[block]).astype(kind)
     return total if weights.down_bias is None else total + weights.down_bias.astype(kind)
 
 
 def bound_rounding(
-    site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None, weights: MlpWeights, factors: RoundedOperands
+    site: MlpSite, gate: np.ndarray, inputs: np.ndarray | None, weights: MlpWeights, factor_type: RoundedOperands
 ) -> np.ndarray:
-    """How far outputs [tokens, N] may be from those of ``factors``: sums in fp32 decide which way a hidden value is rounded."""
-    inputs = None if inputs is None else factors.round(inputs)
+    """How far outputs [tokens, N] may be from the definition that rounds to ``factor_type``.
+
+    Kernels add in fp32, and such a sum decides which way a hidden value near the middle of two numbers is rounded.
+    """
+    inputs = None if inputs is None else factor_type.round(inputs)
     absolute = replace(weights, up=_absolute(weights.up), up_bias=_absolute(weights.up_bias))
     total: np.ndarray = np.zeros((len(gate), site.output_size))
     for start in range(0, site.neurons, _BLOCK):
         block = slice(start, min(start + _BLOCK, site.neurons))
         hidden = _compute_hidden(site, gate, inputs, weights, np.float64, block)
         sizes = np.abs(_compute_hidden(site, gate, _absolute(inputs), absolute, np.float64, block))
-        near = [np.abs(factors.round(hidden + x) - factors.round(hidden)) for x in (_SUMS * sizes, -_SUMS * sizes)]
+        errors = _FP32_SUM_ERROR * sizes
+        near = [np.abs(factor_type.round(hidden + x) - factor_type.round(hidden)) for x in (errors, -errors)]
         total += np.maximum(*near) @ np.abs(weights.down[block].astype(np.float64))
     return total
 
@@ -135,13 +139,13 @@ def compute_gate(
     kind: type[np.floating[Any]],
     *,
     rounds_tokens: bool = False,
-    factors: RoundedOperands | None = None,
+    factor_type: RoundedOperands | None = None,
 ) -> np.ndarray:
     """The gate [tokens, F] of a site whose operator computes it from tokens [tokens, K]."""
     assert weights.gate is not None
     tokens = _round_to_int8(inputs.astype(kind), site) if rounds_tokens else inputs.astype(kind)
-    if factors is not None:
-        tokens = factors.round(tokens)
+    if factor_type is not None:
+        tokens = factor_type.round(tokens)
     gate: np.ndarray = tokens @ np.asarray(weights.gate).astype(kind).T
     return gate if weights.gate_bias is None else gate + weights.gate_bias.astype(kind)
 

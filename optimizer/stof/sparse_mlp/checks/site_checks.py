@@ -127,7 +127,6 @@ def _compare_site(
     if (precision := precision_of(plain_attributes_of(node))) is not None:
         expected = replace(expected, weights=weights.rounded(precision))
         wanted = expected.output(np.float64)
-    single = expected.output(np.float32)
     try:
         result = _run(site, node, rows, inputs, arrays, thresholds).astype(np.float64)
     except LibraryError as error:
@@ -135,21 +134,34 @@ def _compare_site(
     odd = np.isfinite(result) != np.isfinite(exact)
     if odd.any():
         return Comparison(what, np.inf, 0.0, False, site.name, describe_nonfinite(odd, result, exact))
-    away = largest_number(result - wanted)
-    rounded = single.astype(dtype).astype(np.float64)
     if site.rounds_tokens:
         # Verification runs have weights as they are stored, of which ONNX Runtime's kernel rounds no tokens.
         rounding = max(rounding, largest_number(expected.output(np.float64, rounds_tokens=True) - exact))
+    rounded = expected.output(np.float32).astype(dtype).astype(np.float64)
     budget = _FACTOR * max(largest_number(rounded - wanted), rounding) + _ULPS * ulp_of_largest(wanted, dtype)
     left_out = len(gate) * site.output_size - result.size
     coverage = Coverage(result.size, sampled_rows=len(tokens), all_rows=len(gate), left_out=left_out)
-    rms = None
+    away, rms = largest_number(result - wanted), None
     if precision is not None:
-        rounded_all = replace(expected, factors=precision)
-        rms = rounded_all.largest_error(result, exact)
-        if away > budget and thresholds is None:  # tokens that run one after the other are not rounded
-            away = rounded_all.distance(result)
+        # Tokens with thresholds run one after the other, and are not rounded.
+        limit = budget if thresholds is None else np.inf
+        away, rms = _check_rounded(replace(expected, factor_type=precision), result, exact, away, limit)
     return Comparison(what, away, budget, away <= budget, site.name, coverage=coverage, relative_rms=rms)
+
+
+def _check_rounded(
+    expected: _Expected, result: np.ndarray, exact: np.ndarray, away: float, limit: float
+) -> tuple[float, float | None]:
+    """How far a result is from the nearer one of two definitions, and its relative RMS error.
+
+    Args:
+        expected: the definition that rounds tokens and hidden values as well as weights.
+        result: of the operator, in fp64.
+        exact: without any rounding.
+        away: how far the result is from the definition that rounds weights alone.
+        limit: the distance up to which it need not be near the other one.
+    """
+    return expected.distance(result) if away > limit else away, expected.larger_error(result, exact)
 
 
 def _distance_of_original(expected: _Expected, computed: np.ndarray) -> tuple[float, float]:
@@ -175,7 +187,7 @@ class _Expected:
         inputs: [tokens, K], or None.
         weights: of the site.
         active: bool [tokens, F], the neurons that count; None: all.
-        factors: the type that tokens and hidden values are rounded to; None: they are not.
+        factor_type: the type that tokens and hidden values are rounded to; None: they are not.
     """
 
     site: MlpSite
@@ -183,14 +195,14 @@ class _Expected:
     inputs: np.ndarray | None
     weights: MlpWeights
     active: np.ndarray | None = None
-    factors: RoundedOperands | None = None
+    factor_type: RoundedOperands | None = None
 
     def output(self, kind: type[np.floating[Any]], *, rounds_tokens: bool = False) -> np.ndarray:
         """The output [tokens, N] in one type; :func:`compute_mlp` has ``rounds_tokens``."""
         gate = self.gate
         if self.weights.gate is not None and self.inputs is not None:
             gate = compute_gate(
-                self.site, self.inputs, self.weights, kind, rounds_tokens=rounds_tokens, factors=self.factors
+                self.site, self.inputs, self.weights, kind, rounds_tokens=rounds_tokens, factor_type=self.factor_type
             )
         inputs = self.inputs if self.site.up is not None else None
         return compute_mlp(
@@ -200,12 +212,12 @@ class _Expected:
             self.weights,
             kind,
             rounds_tokens=rounds_tokens,
-            factors=self.factors,
+            factor_type=self.factor_type,
             active=self.active,
         )
 
-    def largest_error(self, result: np.ndarray, exact: np.ndarray) -> float | None:
-        """The relative RMS error of a result or of this definition, the larger one; None where ``exact`` is 0.
+    def larger_error(self, result: np.ndarray, exact: np.ndarray) -> float | None:
+        """The larger relative RMS error against ``exact``: the result's, or this definition's; None where ``exact`` is 0.
 
         Many tokens are rounded on CPUs with kernels for it. Their error counts on every machine.
         """
@@ -213,10 +225,10 @@ class _Expected:
         return max((x for x in errors if x is not None), default=None)
 
     def distance(self, result: np.ndarray) -> float:
-        """How far a result is from the output with rounded factors, beyond what ties of hidden values explain; of all neurons."""
-        assert self.factors is not None
+        """How far a result is from the definition with rounded factors, less :func:`bound_rounding`; every neuron counts."""
+        assert self.factor_type is not None
         inputs = self.inputs if self.site.up is not None else None
-        bound = bound_rounding(self.site, self.gate, inputs, self.weights, self.factors)
+        bound = bound_rounding(self.site, self.gate, inputs, self.weights, self.factor_type)
         return largest_number(np.maximum(np.abs(result - self.output(np.float64)) - bound, 0.0))
 
 
