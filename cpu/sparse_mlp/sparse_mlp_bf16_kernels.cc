@@ -26,6 +26,8 @@ void FillBf16Panel(const float* x, int64_t stride, int64_t tokens, int64_t size,
       ToFloats(some, DType::kBF16, count, rounded + t * stride + k);
       for (int64_t i = 0; i < count; ++i) panel[((k + i) / 2 * kPanelTokens + t) * 2 + (k + i) % 2] = some[i];
     }
+    // Pairs of a row and a token read whole vectors, as of DotProblem::x.
+    Fill(rounded + t * stride + size, rounded + t * stride + RoundUp(size, kMlpPadding), 0.0f);
   }
 }
 

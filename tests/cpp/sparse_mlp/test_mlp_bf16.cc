@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sparse MLP with fp32 weights rounded to bf16: every instruction set of this machine against the definition with
 // rounded weights, and the operator with attribute allow_bf16.
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -110,6 +111,30 @@ TEST(SparseMlpRoundedWeightsOfManyThreads) {
       const std::vector<char> found = Run(rounded.Args(), isa, Parallel{});
       CheckOutput(rounded.problem, found, where);
       CHECK(Run(rounded.Args(), isa, pool.view()) == found, where, ": 33 threads give other bits than 1");
+      CountCases(1);
+    }
+  }
+}
+
+// What a run leaves in its workspace changes no bit of the next one: masks of 32 tokens that need every neuron are NaN
+// where the next run has tokens, and pairs read tokens up to a multiple of kMlpPadding.
+TEST(SparseMlpRoundedWeightsInAUsedWorkspace) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    for (const int64_t K : {70, 96, 333}) {
+      Case all;
+      all.T = 32, all.K = K, all.F = 192, all.N = 64, all.density = 1;
+      Case few = all;
+      few.T = 64, few.density = 0.08;
+      RoundedProblem first(all, 3, isa), second(few, 5, isa);
+      const std::unique_ptr<void, void (*)(void*)> workspace(
+          std::aligned_alloc(64, CpuSparseMlpWorkspace(second.Args())), std::free);
+      const std::string where = Text(CpuIsaName(isa), " ", Describe(few));
+      for (int i = 0; i < 2; ++i) {
+        CheckOutput(first.problem, RunIn(workspace.get(), first.Args(), isa, Parallel{}), where);
+        const std::vector<char> found = RunIn(workspace.get(), second.Args(), isa, Parallel{});
+        CheckOutput(second.problem, found, where);
+        CHECK(found == Run(second.Args(), isa, Parallel{}), where, ": other bits than in a workspace of its own");
+      }
       CountCases(1);
     }
   }
