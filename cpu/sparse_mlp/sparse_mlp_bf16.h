@@ -11,8 +11,9 @@
 namespace stof {
 namespace cpu {
 
-// Blocks of so many tokens and more are multiplied in bf16: fewer wait for weights (docs/lab/cpu-experiments.md).
-constexpr int64_t kBf16Tokens = 16;
+// The fewest tokens of a block that is multiplied in bf16. With fewer a call waits for weights, and matmuls in bf16 are
+// slower: 8 tokens 11.9 -> 13.7 ms (docs/lab/cpu-experiments.md).
+constexpr int64_t kLeastBf16Tokens = 16;
 // Rows of bf16 tokens are padded to a multiple of it: the depth of a tile register.
 constexpr int64_t kBf16Padding = 32;
 

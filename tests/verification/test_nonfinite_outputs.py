@@ -80,6 +80,7 @@ def test_outputs_with_some_nan_are_compared_elsewhere(tmp_path: Path) -> None:
     status, target, report = run(tmp_path, model)
     assert (status, target.exists()) == (0, True)
     coverages = [c["coverage"] for c in report["verification"]["comparisons"] if not c["site"]]
+    assert coverages
     assert all(c["compared"] == 127 * c["nonfinite"] > 0 for c in coverages)
 
 

@@ -29,7 +29,7 @@ inline std::vector<char> RunIn(void* workspace, const SparseMlpArgs& given, CpuI
 
 // The output of a run with a workspace of the size that is asked for, which is poisoned before.
 inline std::vector<char> Run(const SparseMlpArgs& args, CpuIsa isa, const Parallel& parallel) {
-  const size_t bytes = CpuSparseMlpWorkspace(args);
+  const size_t bytes = CpuSparseMlpWorkspace(args, isa);
   const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, std::max<size_t>(64, bytes)),
                                                          std::free);
   std::memset(workspace.get(), 0xff, bytes);  // NaN in every type: 0 times a value that nobody wrote shows
