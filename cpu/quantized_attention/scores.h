@@ -135,7 +135,7 @@ struct FloatScores {
   void Of(const int32_t* products, const float* bias, uint64_t allowed, float* scores, float* most) const {
     V max = Simd::Load(most);
     for (int k = 0; k < kTileKeys; k += kWidth) {
-      V x = Simd::Mul(FloatOf(products + k), Simd::Set1(unit));
+      V x = Simd::Mul(LoadAsFloats(products + k), Simd::Set1(unit));
       if (has_score) x = score.OfSteps(x);
       x = Simd::Mul(x, Simd::Set1(scale));
       if (has_scaled) x = scaled.Of(x);

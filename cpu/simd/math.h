@@ -47,8 +47,8 @@ inline V Float(I i) {
   std::memcpy(&v, &i, sizeof v);
   return v;
 }
-// kWidth integers as numbers. GCC 13.3 makes wrong code of a loop that does so (-O3, AVX-512).
-inline V FloatOf(const int32_t* from) {
+// kWidth integers converted to fp32. GCC 13.3 compiles a plain loop wrongly at -O3 with AVX-512.
+inline V LoadAsFloats(const int32_t* from) {
   I integers;
   std::memcpy(&integers, from, sizeof integers);
   return __builtin_convertvector(integers, V);

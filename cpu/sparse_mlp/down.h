@@ -124,13 +124,6 @@ void AddSomeTile(int64_t tokens, const typename E::T* const* rows, int64_t count
   AddTile<E, kTokens>(rows, count, h, h_stride, n, sums, sums_stride, next, next_at);
 }
 
-// Pairs of a neuron of the list and a token that needs it.
-inline int64_t CountPairs(const MlpBlock& b, int64_t first, int64_t last) {
-  int64_t pairs = 0;
-  for (int64_t i = first; i < last; ++i) pairs += __builtin_popcountll(b.list_masks[i]);
-  return pairs;
-}
-
 // Active neurons of a part, kMostGroupRows at most, and columns of their rows.
 class DownGroup {
  public:
@@ -138,7 +131,7 @@ class DownGroup {
   // of its pairs of a row and a token are needed, or all of them.
   DownGroup(const MlpBlock& block, float* sums, int64_t first, int64_t last, int64_t end, int64_t dense_percent)
       : b_(block), sums_(sums), first_(first), count_(last - first), end_(end) {
-    const int64_t all = count_ * b_.tokens, pairs = CountPairs(b_, first, last);
+    const int64_t all = count_ * b_.tokens, pairs = CountPairs(b_.list_masks + first, count_);
     is_dense_ = b_.tokens >= kLeastDenseTokens && (pairs == all || 100 * pairs > dense_percent * all);
     has_added_idle_ = is_dense_ && pairs < all;
   }

@@ -33,15 +33,26 @@ bool ReadsBf16Tokens(const SparseMlpArgs& a) {
 // The kernels that multiply rounded weights in bf16; nullptr where the instruction set has none, or no weight is
 // rounded.
 const cpu::SparseMlpBf16Kernels* FindBf16Kernels(const SparseMlpArgs& a, CpuIsa isa) {
-  if (a.T < cpu::kBf16Tokens || (!ReadsBf16Tokens(a) && a.down_weight.rounded == nullptr)) return nullptr;
+  if (a.T < cpu::kLeastBf16Tokens || (!ReadsBf16Tokens(a) && a.down_weight.rounded == nullptr)) return nullptr;
   const std::optional<CpuIsa> found = cpu::FindIsaOfKernels(isa, &cpu::KernelTable::sparse_mlp_bf16);
   return found ? cpu::KernelsOf(*found).sparse_mlp_bf16 : nullptr;
 }
 
-// The buffers of a call, in one workspace.
+// Whether tokens in fp32 are multiplied by a gate or up weight, or by the predictor. rounds_tokens: rounded weights are
+// multiplied by rounded tokens.
+bool ReadsFp32Tokens(const SparseMlpArgs& a, bool rounds_tokens) {
+  if (a.predictor_down.data != nullptr && a.predictor_down.scales == nullptr) return true;
+  if (a.bits > 0 && a.accuracy_level == 4) return false;
+  const auto is_fp32 = [=](const SparseMlpWeight& weight) {
+    return weight.data != nullptr && (!rounds_tokens || weight.rounded == nullptr);
+  };
+  return is_fp32(a.gate_weight) || is_fp32(a.up_weight);
+}
+
+// The buffers of a call, in one workspace. has_bf16_kernels: FindBf16Kernels found some.
 class Layout {
  public:
-  explicit Layout(const SparseMlpArgs& a) {
+  Layout(const SparseMlpArgs& a, bool has_bf16_kernels) {
     const int64_t tokens = std::min(a.T, kMlpTokens);
     const bool reads_input = a.gate_weight.data != nullptr || a.up_weight.data != nullptr;
     is_copied = reads_input && (a.dtype != DType::kF32 || a.K % kMlpPadding != 0 || tokens > 2);
@@ -63,10 +74,12 @@ class Layout {
     predictor_sums = Take(tokens * predictor_sums_stride, sizeof(float));
     x = Take(is_copied ? tokens * x_stride : 0, sizeof(float));
     const int64_t panel_tokens = tokens >= cpu::kManyTokens ? RoundUp(tokens, cpu::kPanelTokens) : 0;
-    x_panels = Take(reads_input ? panel_tokens * a.K : 0, sizeof(float));
+    static_assert(cpu::kManyTokens >= cpu::kLeastBf16Tokens, "blocks that have panels are rounded where kernels are");
+    const bool has_panels = reads_input && ReadsFp32Tokens(a, has_bf16_kernels);
+    x_panels = Take(has_panels ? panel_tokens * a.K : 0, sizeof(float));
     projected_panels = Take(panel_tokens * a.R, sizeof(float));
     projected = Take(a.selection == SparseMlpSelection::kPredictor ? tokens * rank_stride : 0, sizeof(float));
-    const bool has_bf16_tokens = tokens >= cpu::kBf16Tokens && ReadsBf16Tokens(a);
+    const bool has_bf16_tokens = has_bf16_kernels && ReadsBf16Tokens(a);
     x_bf16 =
         Take(has_bf16_tokens ? CeilDiv(tokens, cpu::kPanelTokens) * cpu::Bf16PanelValues(a.K) : 0, sizeof(uint16_t));
     x_rounded = Take(has_bf16_tokens ? tokens * x_stride : 0, sizeof(float));
@@ -143,7 +156,7 @@ class Runner {
         kernels_(*cpu::KernelsOf(isa).sparse_mlp),
         bf16_(FindBf16Kernels(args, isa)),
         parallel_(parallel),
-        layout_(args),
+        layout_(args, bf16_ != nullptr),
         workspace_(static_cast<char*>(workspace)) {
     b_.args = &a_;
     b_.values = At<float>(layout_.values);
@@ -162,7 +175,7 @@ class Runner {
   void Run(int64_t first, int64_t last) {
     const int64_t item = SizeOf(a_.dtype);
     b_.tokens = last - first;
-    is_bf16_ = bf16_ != nullptr && b_.tokens >= cpu::kBf16Tokens;
+    is_bf16_ = bf16_ != nullptr && b_.tokens >= cpu::kLeastBf16Tokens;
     b_.rounds_hidden = is_bf16_ && a_.down_weight.rounded != nullptr;
     b_.output = static_cast<char*>(a_.output) + first * a_.N * item;
     b_.gate = a_.gate == nullptr ? nullptr : static_cast<const char*>(a_.gate) + first * a_.F * item;
@@ -205,18 +218,18 @@ class Runner {
       kernels_.quantize(x_ + t * layout_.x_stride, a_.K, a_.bits, a_.block_size, values + t * layout_.x_int8_stride,
                         scales + t * layout_.x_scales_stride, sums + t * layout_.x_sums_stride);
     }
-    const bool has_float_predictor = a_.predictor_down.data != nullptr && a_.predictor_down.scales == nullptr;
     x_panels_ = nullptr;
     const bool has_bf16_tokens = is_bf16_ && ReadsBf16Tokens(a_);
     if (has_bf16_tokens) RoundTokens();
-    if (HasFp32Tokens() || has_float_predictor) {
+    if (ReadsFp32Tokens(a_, is_bf16_)) {
       x_panels_ = FillPanels(x_, layout_.x_stride, a_.K, At<float>(layout_.x_panels));
     }
     for (DotProblem* dots : {&b_.gate_dots, &b_.up_dots}) {
       dots->x = x_, dots->x_stride = layout_.x_stride, dots->x_panels = x_panels_;
-      dots->x_bf16 = nullptr, dots->bf16 = bf16_;
+      dots->x_bf16 = nullptr, dots->bf16 = nullptr;
       if (has_bf16_tokens && dots->rows.dtype == DType::kBF16) {
-        dots->x = At<float>(layout_.x_rounded), dots->x_panels = nullptr, dots->x_bf16 = At<uint16_t>(layout_.x_bf16);
+        dots->x = At<float>(layout_.x_rounded), dots->x_panels = nullptr;
+        dots->x_bf16 = At<uint16_t>(layout_.x_bf16), dots->bf16 = bf16_;
       }
       if (layout_.is_int8) {
         dots->x_int8 = values, dots->x_scales = scales, dots->x_sums = sums;
@@ -226,15 +239,6 @@ class Runner {
       dots->tokens = b_.tokens;
       dots->neurons = b_.neurons, dots->masks = b_.list_masks;
     }
-  }
-
-  // Whether a gate or up weight is multiplied by tokens in fp32.
-  bool HasFp32Tokens() const {
-    if (layout_.is_int8) return false;
-    const auto is_fp32 = [this](const SparseMlpWeight& weight) {
-      return weight.data != nullptr && (!is_bf16_ || weight.rounded == nullptr);
-    };
-    return is_fp32(a_.gate_weight) || is_fp32(a_.up_weight);
   }
 
   // Tokens rounded to bf16: in panels, and as rows in fp32.
@@ -337,18 +341,18 @@ class Runner {
     b_.count = b_.gate_dots.count = b_.up_dots.count = count;
   }
 
-  // Whether so many pairs of a neuron and a token are needed that all are computed, many tokens at a time.
-  bool HasPanelSums() const {
+  // Whether down adds every listed row to all tokens: so many of the pairs are needed that dense tiles are faster
+  // (docs/design/sparse-mlp-cpu.md).
+  bool IsDownDense() const {
     constexpr int64_t kFp32Percent = 45, kBf16Percent = 30;
     if (b_.down.bits > 0 && a_.accuracy_level == 4) return false;
     if (!b_.rounds_hidden && b_.tokens < cpu::kManyTokens) return false;
-    int64_t pairs = 0;
-    for (int64_t i = 0; i < b_.count; ++i) pairs += __builtin_popcountll(b_.list_masks[i]);
+    const int64_t pairs = cpu::CountPairs(b_.list_masks, b_.count);
     return 100 * pairs > (b_.rounds_hidden ? kBf16Percent : kFp32Percent) * b_.count * b_.tokens;
   }
 
   void Down() {
-    const bool is_dense = HasPanelSums();
+    const bool is_dense = IsDownDense();
     const bool is_bf16 = is_dense && b_.rounds_hidden;
     b_.has_panel_sums = is_dense && !is_bf16;
     const int64_t row = CeilDiv(a_.N * (b_.down.bits > 0 ? b_.down.bits : 8 * SizeOf(b_.down.dtype)), 8);
@@ -382,10 +386,12 @@ class Runner {
 
 }  // namespace
 
-size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args) { return Layout(args).bytes; }
+size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args, CpuIsa isa) {
+  return Layout(args, FindBf16Kernels(args, isa) != nullptr).bytes;
+}
 
-int64_t CpuBf16MlpTokens(CpuIsa isa) {
-  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::sparse_mlp_bf16) ? cpu::kBf16Tokens : 0;
+int64_t CpuMlpLeastBf16Tokens(CpuIsa isa) {
+  return cpu::FindIsaOfKernels(isa, &cpu::KernelTable::sparse_mlp_bf16) ? cpu::kLeastBf16Tokens : 0;
 }
 
 void CpuRoundMlpWeight(CpuIsa isa, const float* from, int64_t count, uint16_t* to) {

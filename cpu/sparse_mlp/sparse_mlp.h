@@ -51,10 +51,10 @@ struct DotProblem {
   int64_t x_stride = 0;
   // Many tokens once more: [panels, rows.size, kPanelTokens], zeros beyond the last token; else nullptr.
   const float* x_panels = nullptr;
-  // Many tokens in bf16, panels of SparseMlpBf16Kernels, by which rows of bf16 are multiplied; then x has their
-  // numbers. nullptr: factors are fp32.
+  // The tokens rounded to bf16, in the panels of SparseMlpBf16Kernels::fill_panel. Where they are set, x holds the same
+  // rounded values in fp32, so that dense and sparse tiles multiply equal numbers. nullptr: tokens are not rounded.
   const uint16_t* x_bf16 = nullptr;
-  const SparseMlpBf16Kernels* bf16 = nullptr;
+  const SparseMlpBf16Kernels* bf16 = nullptr;  // set with x_bf16
   // The tokens in int8, in blocks of rows.block values. x_scales: of each 32 / bits values; x_sums: of each block, the
   // scale times the sum of its values. nullptr: they are multiplied in fp32.
   const int8_t* x_int8 = nullptr;
@@ -74,6 +74,13 @@ STOF_ALWAYS_INLINE int64_t NeuronOf(const DotProblem& problem, int64_t i) {
 // The bits of all tokens of a block.
 STOF_ALWAYS_INLINE uint64_t BitsOfTokens(int64_t tokens) {
   return tokens == kMlpTokens ? ~uint64_t{0} : (uint64_t{1} << tokens) - 1;
+}
+
+// Pairs of a row and a token that needs it.
+STOF_ALWAYS_INLINE int64_t CountPairs(const uint64_t* masks, int64_t count) {
+  int64_t pairs = 0;
+  for (int64_t i = 0; i < count; ++i) pairs += __builtin_popcountll(masks[i]);
+  return pairs;
 }
 
 // A block of tokens.

@@ -11,8 +11,9 @@
 namespace stof {
 namespace cpu {
 
-// Blocks of so many tokens and more are multiplied in bf16: fewer wait for weights (docs/lab/cpu-experiments.md).
-constexpr int64_t kBf16Tokens = 16;
+// The fewest tokens of a block that is multiplied in bf16. With fewer a call waits for weights, and matmuls in bf16 are
+// slower: 8 tokens 11.9 -> 13.7 ms (docs/lab/cpu-experiments.md).
+constexpr int64_t kLeastBf16Tokens = 16;
 // Rows of bf16 tokens are padded to a multiple of it: the depth of a tile register.
 constexpr int64_t kBf16Padding = 32;
 
@@ -23,7 +24,7 @@ STOF_ALWAYS_INLINE int64_t Bf16PanelValues(int64_t size) {
 
 struct SparseMlpBf16Kernels {
   // A panel of `tokens` tokens, at most kPanelTokens, rounded: [padded size / 2, kPanelTokens, 2], zeros beyond.
-  // rounded: the same numbers as rows in fp32, `stride` apart as those of x.
+  // rounded: the same numbers as rows in fp32, `stride` apart as those of x, zeros up to a multiple of kMlpPadding.
   void (*fill_panel)(const float* x, int64_t stride, int64_t tokens, int64_t size, uint16_t* panel, float* rounded);
   // SparseMlpKernels::dots for rows in bf16, at most kMlpNeurons, and all tokens of DotProblem::x_bf16.
   void (*dots)(const DotProblem& problem, int64_t first, int64_t last, float* out, int64_t row_stride,

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "cpu/kernel_table.h"
-#include "cpu/sparse_mlp/bf16_products.h"
+#include "cpu/sparse_mlp/bf16_tiles.h"
 #include "cpu/sparse_mlp/down.h"
 #include "cpu/sparse_mlp/sparse_mlp_bf16.h"
 
@@ -26,6 +26,8 @@ void FillBf16Panel(const float* x, int64_t stride, int64_t tokens, int64_t size,
       ToFloats(some, DType::kBF16, count, rounded + t * stride + k);
       for (int64_t i = 0; i < count; ++i) panel[((k + i) / 2 * kPanelTokens + t) * 2 + (k + i) % 2] = some[i];
     }
+    // Pairs of a row and a token read whole vectors, as of DotProblem::x.
+    Fill(rounded + t * stride + size, rounded + t * stride + RoundUp(size, kMlpPadding), 0.0f);
   }
 }
 
@@ -41,13 +43,13 @@ inline void CopyRow(const char* row, int64_t depth, Bf16* to) {
 }
 
 // Multiplies a buffer of `rows` rows by all panels, some rows and panels at a time.
-template <typename Ahead>
-void AddDotTiles(const Bf16Factors& f, int64_t rows, int64_t panels, const Ahead& ahead) {
+template <typename Prefetch>
+void AddDotTiles(const Bf16Factors& f, int64_t rows, int64_t panels, const Prefetch& prefetch) {
   for (int64_t j = 0; j < panels; j += kMostTilePanels) {
     Bf16Factors tile = f;
     tile.panels += j * f.panel_stride;
     tile.c += j * kPanelWidth;
-    AddBf16Tile(tile, rows, Min(kMostTilePanels, panels - j), ahead);
+    AddBf16Tile(tile, rows, Min(kMostTilePanels, panels - j), prefetch);
   }
 }
 
@@ -129,13 +131,16 @@ class DownPart {
   // Columns [begin, end) of neurons [first, first + count) of the list, at most kDownDepth. leaves_out: rows that are
   // not finite are added to the tokens alone that need them.
   void Add(int64_t first, int64_t count, int64_t begin, int64_t end, bool leaves_out) {
-    LoadHidden(first, count);
+    PackHiddenRows(first, count);
     for (int64_t n = begin; n < end; n += kDownColumns) {
+      if (leaves_out) PackHiddenRows(first, count);  // again those that the columns before have left out
       const int64_t columns = Min(kDownColumns, end - n);
       const Bf16* row[kDownDepth];
       for (int64_t i = 0; i < depth_; ++i) {
         const bool is_added = i < count && !(leaves_out && !IsFinite(RowAt(first + i, n), columns));
         row[i] = is_added ? RowAt(first + i, n) : nullptr;
+        // A hidden value may be infinite, and times the zeros of a row that is left out NaN.
+        for (int64_t t = 0; t < b_.tokens && !is_added; ++t) hidden_[t * kHiddenStride + i] = 0;
       }
       for (int64_t i = 0; i < depth_; i += 2) InterleaveRows(row[i], row[i + 1], columns, rows_ + i * kPanelWidth);
       const bool is_last = n + columns == end;
@@ -158,7 +163,7 @@ class DownPart {
   }
 
   // hidden_[t, i] of `count` neurons, whose values are numbers of bf16 already. Zeros up to the depth.
-  void LoadHidden(int64_t first, int64_t count) {
+  void PackHiddenRows(int64_t first, int64_t count) {
     depth_ = RoundUp(count, kBf16Padding);
     for (int64_t i = 0; i < depth_; ++i) {
       if (i >= count) {
@@ -206,7 +211,7 @@ class DownPart {
                                      sums_ + t * b_.sums_stride + n + j * kPanelWidth,
                                      b_.sums_stride};
         // Each tile of tokens prefetches its share of the rows, a cache line of each: the columns of two panels.
-        const int64_t from = 2 * kAheadPairs * i / row_tiles, to = 2 * kAheadPairs * (i + 1) / row_tiles;
+        const int64_t from = 2 * kPrefetchPairs * i / row_tiles, to = 2 * kPrefetchPairs * (i + 1) / row_tiles;
         AddTile(factors, behind - t, Min(kMostTilePanels, panels - j), [&](int64_t pair) {
           for (int64_t r = from; r < to; ++r) __builtin_prefetch(next_[2 * pair + r] + j * kPanelWidth, 0, 2);
         });
@@ -215,16 +220,16 @@ class DownPart {
   }
 
   // Behind the last token are sums of another part, which tiles of whole registers would add to.
-  template <typename Ahead>
-  static void AddTile(const Bf16Factors& f, int64_t rows, int64_t panels, const Ahead& ahead) {
-    if (rows % kRowUnit == 0) return AddBf16Tile(f, rows, panels, ahead);
+  template <typename Prefetch>
+  static void AddTile(const Bf16Factors& f, int64_t rows, int64_t panels, const Prefetch& prefetch) {
+    if (rows % kRowUnit == 0) return AddBf16Tile(f, rows, panels, prefetch);
     constexpr int64_t kStride = kMostTilePanels * kPanelWidth;
     alignas(64) float sums[kMostTileRows * kStride] = {};
     const int64_t columns = panels * kPanelWidth;
     for (int64_t i = 0; i < rows; ++i) Copy(f.c + i * f.c_stride, f.c + i * f.c_stride + columns, sums + i * kStride);
     Bf16Factors own = f;
     own.c = sums, own.c_stride = kStride;
-    AddBf16Tile(own, rows, panels, ahead);
+    AddBf16Tile(own, rows, panels, prefetch);
     for (int64_t i = 0; i < rows; ++i) Copy(sums + i * kStride, sums + i * kStride + columns, f.c + i * f.c_stride);
   }
 

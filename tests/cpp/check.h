@@ -17,15 +17,24 @@ struct Test {
   void (*run)();
   bool has_one_thread = false;  // ThreadSanitizer has nothing to find, and leaves it out
 };
+constexpr bool kOneThread = true;  // for Test::has_one_thread
 std::vector<Test>& AllTests();
 struct Registrar {
   explicit Registrar(const Test& test) { AllTests().push_back(test); }
 };
 
+// GCC has a macro, Clang a feature.
 #if defined(__SANITIZE_THREAD__)
-constexpr bool kLooksForRaces = true;
+#define STOF_THREAD_SANITIZER
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define STOF_THREAD_SANITIZER
+#endif
+#endif
+#if defined(STOF_THREAD_SANITIZER)
+constexpr bool kIsThreadSanitizer = true;
 #else
-constexpr bool kLooksForRaces = false;
+constexpr bool kIsThreadSanitizer = false;
 #endif
 // Threads that this process has started; 0 in builds without STOF_COUNTS_THREADS.
 int64_t StartedThreads();
@@ -79,7 +88,7 @@ class Random {
 #define TEST(name) STOF_REGISTER_TEST(name, false)
 // For tests that take long and start no thread: ThreadSanitizer leaves them out. They fail where threads are counted
 // and one is started.
-#define ONE_THREAD_TEST(name) STOF_REGISTER_TEST(name, true)
+#define ONE_THREAD_TEST(name) STOF_REGISTER_TEST(name, ::stof::test::kOneThread)
 // CHECK(condition, parts of the message...): the parts are streamed, and only where the check fails.
 #define CHECK(condition, ...)                                                                               \
   do {                                                                                                      \

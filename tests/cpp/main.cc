@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // stof_tests [PART | I/N]: runs the tests whose name contains PART, or test I and every N-th after it (0 <= I < N).
-// Processes share all tests so. ThreadSanitizer leaves out the tests that say that they have one thread.
+// Processes share all tests so. ThreadSanitizer leaves out each ONE_THREAD_TEST.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -23,7 +23,7 @@ void CountCases(int64_t cases) { case_count += cases; }
 
 namespace {
 double EffortOfBuild() {
-#if defined(__SANITIZE_THREAD__)  // it looks for races, which every case has; numbers are the other builds' part
+#if defined(STOF_THREAD_SANITIZER)  // it looks for races, which every case has; numbers are the other builds' part
   return 0.04;
 #elif defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__)
   return 0.2;
@@ -93,7 +93,7 @@ int main(int argc, char** argv) {
   int failed = 0;
   int left_out = 0;
   for (const auto& test : stof::test::AllTests()) {
-    if (stof::test::kLooksForRaces && test.has_one_thread) {
+    if (stof::test::kIsThreadSanitizer && test.has_one_thread) {
       ++left_out;
       continue;
     }

@@ -250,7 +250,7 @@ TEST(CApiListsLimits) {
 // Nothing is thrown across the border, and no thread is left behind.
 TEST(CApiSurvivesWithoutMemory) {
   CHECK(stof_read_bandwidth(1, SIZE_MAX, 0) == 0);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which reserve address space for themselves
+#if !defined(__SANITIZE_ADDRESS__) && !defined(STOF_THREAD_SANITIZER)  // which reserve address space for themselves
   float data[16] = {}, result[16];
   stof_tensor inputs[3], output = TensorOf(result, DType::kF32, {1, 1, 4, 4});
   for (stof_tensor& input : inputs) input = TensorOf(data, DType::kF32, {1, 1, 4, 4});

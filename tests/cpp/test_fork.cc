@@ -259,11 +259,7 @@ class Attention {
 };
 
 TEST(ForkedChildRunsOperators) {
-#if defined(__SANITIZE_THREAD__)
-  const int threads = 1;  // ThreadSanitizer ends a child that starts threads
-#else
-  const int threads = 2;
-#endif
+  const int threads = kIsThreadSanitizer ? 1 : 2;  // ThreadSanitizer ends a child that starts threads
   Attention attention("k <= q and (q * k) % 7 < 6");
   attention.CheckRun(2);
   InChild([&] {

@@ -89,7 +89,7 @@ class Node {
       output.data = Memory::Allocate(&data_, static_cast<size_t>(output.Elements() * SizeOf(output.dtype)) + 64);
     }
     for (const int threads : {1, 3}) {
-      if (kLooksForRaces && threads == 1) continue;
+      if (kIsThreadSanitizer && threads == 1) continue;
       size_t planned = 1;
       status = op->PlanHost(shapes.data(), count, threads, &planned);
       CHECK(status.ok(), where, ": ", status.message());

@@ -68,12 +68,12 @@ struct SparseMlpArgs {
   void* output = nullptr;                        // [T, N]
 };
 
-size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args);
-// workspace: CpuSparseMlpWorkspace bytes, 64-byte aligned, contents arbitrary. T and N are at least 1.
+size_t CpuSparseMlpWorkspace(const SparseMlpArgs& args, CpuIsa isa);
+// workspace: CpuSparseMlpWorkspace bytes of the same set, 64-byte aligned, contents arbitrary. T and N are at least 1.
 void CpuSparseMlp(const SparseMlpArgs& args, CpuIsa isa, void* workspace, const Parallel& parallel);
-// From how many tokens on a block of 64 tokens, or the rest behind the last one, multiplies rounded weights by numbers
-// rounded to bf16; 0: never, the instruction set has no kernels for it.
-int64_t CpuBf16MlpTokens(CpuIsa isa);
+// The fewest tokens of a block whose matmuls by rounded weights also round tokens and hidden values to bf16; 0: this
+// instruction set never does. Blocks have 64 tokens, the last one of a call those that are left.
+int64_t CpuMlpLeastBf16Tokens(CpuIsa isa);
 // SparseMlpWeight::rounded: fp32 values to nearest even.
 void CpuRoundMlpWeight(CpuIsa isa, const float* from, int64_t count, uint16_t* to);
 

@@ -108,7 +108,7 @@ const bool registered = [] {
    {"AttentionOfLargeScores[" #name "]", [] { RunLargeScores(CpuIsa::id); }},             \
    {"AttentionEvaluatesTilesItself[" #name "]", [] { LeaveTiles(CpuIsa::id); }},          \
    {"AttentionRoundsFp16AndBf16ToEven[" #name "]", [] { RoundFp16AndBf16(CpuIsa::id); }}, \
-   {"AttentionSumsLongRows[" #name "]", [] { SumLongRows(CpuIsa::id); }, true}},
+   {"AttentionSumsLongRows[" #name "]", [] { SumLongRows(CpuIsa::id); }, kOneThread}},
   static constexpr Test kRows[][5] = {STOF_CPU_ISAS(STOF_TESTS)};
 #undef STOF_TESTS
   return RegisterByIsa(&cpu::KernelTable::attention, kRows);

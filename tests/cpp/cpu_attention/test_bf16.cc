@@ -197,7 +197,7 @@ const bool registered = [] {
 #define STOF_TESTS(id, name, is_supported)                                                   \
   {{"Bf16AttentionEqualsTheDefinition[" #name "]", [] { RunTable(CpuIsa::id); }},            \
    {"Bf16AttentionOfLargeScores[" #name "]", [] { RunLargeScores(CpuIsa::id); }},            \
-   {"Bf16AttentionRoundsInputs[" #name "]", [] { RoundInputs(CpuIsa::id); }, true},          \
+   {"Bf16AttentionRoundsInputs[" #name "]", [] { RoundInputs(CpuIsa::id); }, kOneThread},    \
    {"Bf16AttentionOfFewQueriesIsFp32[" #name "]", [] { KeepFp32OfFewQueries(CpuIsa::id); }}, \
    {"Bf16AttentionKeepsNanAndInfinity[" #name "]", [] { KeepNanAndInfinity(CpuIsa::id); }},  \
    {"Bf16AttentionRoundsEndsOfTheRange[" #name "]", [] { RoundEndsOfTheRange(CpuIsa::id); }}},

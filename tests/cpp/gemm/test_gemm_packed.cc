@@ -53,7 +53,7 @@ const bool registered = [] {
 TEST(PackedAddsInRegisters) {
   Random random(11);
   // Under a sanitizer: coprime to the lengths of the loops.
-  const int step = kLooksForRaces ? 31 : Effort() < 1 ? 5 : 1;
+  const int step = kIsThreadSanitizer ? 31 : Effort() < 1 ? 5 : 1;
   int next = 0;
   for (const CpuIsa isa : IsasOfThisMachine()) {
     for (int64_t M : {1, 7, 130}) {

@@ -108,7 +108,7 @@ TEST(PagedAttentionEqualsTheDefinition) {
     for (const int64_t past : {0, 1, 517}) {
       for (const int64_t block : {16, 64, 256}) {
         for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-          const uint64_t step = kLooksForRaces ? 7 : S == 300 && Effort() < 1 ? 5 : 1;
+          const uint64_t step = kIsThreadSanitizer ? 7 : S == 300 && Effort() < 1 ? 5 : 1;
           if (seed % step != 0) {
             ++seed;
             continue;

@@ -41,12 +41,6 @@ std::vector<char> Pack(const std::vector<uint8_t>& values, int64_t rows, int bit
 
 }  // namespace
 
-double RoundToBf16(double x) {
-  char bytes[2];
-  StoreFloat(DType::kBF16, x, bytes);
-  return LoadFloat(DType::kBF16, bytes);
-}
-
 double UnitRoundoff(DType dtype) { return dtype == DType::kF32 ? kRoundoff : dtype == DType::kF16 ? 0x1p-11 : 0x1p-8; }
 
 std::string Describe(const Case& c) {
@@ -240,7 +234,7 @@ SparseMlpArgs Problem::Args(void* output) {
 
 bool Problem::RoundsToken(int64_t t) const {
   constexpr int64_t kBlock = 64;
-  return bf16_tokens > 0 && std::min(kBlock, c.T - t / kBlock * kBlock) >= bf16_tokens;
+  return least_bf16_tokens > 0 && std::min(kBlock, c.T - t / kBlock * kBlock) >= least_bf16_tokens;
 }
 
 void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit) const {
@@ -255,10 +249,10 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
   const double sums = kRoundoff * (unit > 0 ? 64 : 8), weights = c.bits > 0 ? unit : 0;
   const double smallest = unit > 0 && c.dtype == DType::kF16 ? 0x1p-25 : 0;
   Values rounded_input = input;
-  for (double& x : rounded_input.values) x = RoundToBf16(x);
+  for (double& x : rounded_input.values) x = Rounded(DType::kBF16, x);
   for (int64_t t = 0; t < c.T; ++t) {
     const auto tokens_of = [&](int weight) -> const Values& {
-      return RoundsToken(t) && rounds_factor_of[weight] ? rounded_input : input;
+      return RoundsToken(t) && is_rounded[weight] ? rounded_input : input;
     };
     std::vector<double> h(static_cast<size_t>(c.F)), h_error(static_cast<size_t>(c.F));
     std::vector<bool> is_active(static_cast<size_t>(c.F), false);
@@ -307,10 +301,10 @@ void Problem::Expect(std::vector<double>* output, std::vector<double>* tolerance
         off += largest / 254 * 1.001;
       }
       if (RoundsToken(t) &&
-          rounds_factor_of[2]) {  // a kernel's value may be rounded to another number, where one lies between
-        off = std::max(std::fabs(RoundToBf16(value + off) - RoundToBf16(value)),
-                       std::fabs(RoundToBf16(value - off) - RoundToBf16(value)));
-        value = RoundToBf16(value);
+          is_rounded[2]) {  // a kernel's value may be rounded to another number, where one lies between
+        off = std::max(std::fabs(Rounded(DType::kBF16, value + off) - Rounded(DType::kBF16, value)),
+                       std::fabs(Rounded(DType::kBF16, value - off) - Rounded(DType::kBF16, value)));
+        value = Rounded(DType::kBF16, value);
       }
       for (int64_t n = 0; n < c.N; ++n) {
         const double w = At(down_weight, j * c.N + n);

@@ -51,10 +51,10 @@ struct Problem {
   void Expect(std::vector<double>* output, std::vector<double>* tolerance, double unit = 0) const;
 
   Case c;
-  // Blocks of 64 tokens, and the rest behind them, of so many tokens and more have tokens and hidden values that are
-  // rounded to bf16, but for the predictor; 0: none.
-  int64_t bf16_tokens = 0;
-  bool rounds_factor_of[3] = {true, true, true};  // of the gate, up and down weight
+  // CpuMlpLeastBf16Tokens: the fewest tokens of a block whose tokens and hidden values are rounded; 0: none. The
+  // predictor reads tokens that are not.
+  int64_t least_bf16_tokens = 0;
+  bool is_rounded[3] = {true, true, true};  // the gate, up and down weight; false: nor is what multiplies it
   Values input, gate, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, predictor_down, predictor_up;
   Values gate_scales, up_scales, down_scales, gate_zeros, up_zeros, down_zeros, predictor_down_scales,
       predictor_up_scales;

@@ -18,17 +18,22 @@
 
 namespace stof::test::sparse_mlp {
 
-// The output of a run, with a workspace of the size that is asked for; both are poisoned before.
-inline std::vector<char> Run(const SparseMlpArgs& given, CpuIsa isa, const Parallel& parallel) {
+// The output of a run in a workspace of at least the bytes that are asked for. The output is poisoned before.
+inline std::vector<char> RunIn(void* workspace, const SparseMlpArgs& given, CpuIsa isa, const Parallel& parallel) {
   SparseMlpArgs args = given;
-  std::vector<char> output(static_cast<size_t>(args.T * args.N * SizeOf(args.dtype)), static_cast<char>(0xfe));
-  const size_t bytes = CpuSparseMlpWorkspace(args);
+  std::vector<char> output(static_cast<size_t>(args.T * args.N * SizeOf(args.dtype)), static_cast<char>(0xff));
+  args.output = output.data();
+  CpuSparseMlp(args, isa, workspace, parallel);
+  return output;
+}
+
+// The output of a run with a workspace of the size that is asked for, which is poisoned before.
+inline std::vector<char> Run(const SparseMlpArgs& args, CpuIsa isa, const Parallel& parallel) {
+  const size_t bytes = CpuSparseMlpWorkspace(args, isa);
   const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, std::max<size_t>(64, bytes)),
                                                          std::free);
-  std::memset(workspace.get(), 0xfe, bytes);
-  args.output = output.data();
-  CpuSparseMlp(args, isa, workspace.get(), parallel);
-  return output;
+  std::memset(workspace.get(), 0xff, bytes);  // NaN in every type: 0 times a value that nobody wrote shows
+  return RunIn(workspace.get(), args, isa, parallel);
 }
 
 inline void CheckOutput(const Problem& problem, const std::vector<char>& found, const std::string& where) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sparse MLP with fp32 weights rounded to bf16: every instruction set of this machine against the definition with
-// rounded weights, and the operator with attribute allow_bf16.
+// The sparse MLP with fp32 weights rounded to bf16, and the operator with attribute allow_bf16: every instruction set
+// of this machine against the definitions with rounded weights, and with rounded tokens and hidden values where the set
+// has kernels for them.
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -38,7 +40,7 @@ std::vector<uint16_t> RoundWeight(Values* weight) {
 // A problem whose weights are rounded, and its arguments. The fp32 weights are poisoned: a run reads the rounded ones.
 struct RoundedProblem {
   RoundedProblem(const Case& c, uint64_t seed, CpuIsa isa) : problem(c, seed) {
-    problem.bf16_tokens = CpuBf16MlpTokens(isa);
+    problem.least_bf16_tokens = CpuMlpLeastBf16Tokens(isa);
     Values* const weights[] = {&problem.gate_weight, &problem.up_weight, &problem.down_weight};
     for (int w = 0; w < 3; ++w) {
       rounded[w] = RoundWeight(weights[w]);
@@ -83,7 +85,7 @@ TEST(SparseMlpSomeRoundedWeights) {
         c.T = 40, c.K = 333, c.F = 300, c.N = 81, c.density = density, c.has_biases = true;
         c.selection = SparseMlpSelection::kPredictor;
         RoundedProblem rounded(c, 7, isa);
-        rounded.problem.rounds_factor_of[kept] = false;
+        rounded.problem.is_rounded[kept] = false;
         std::vector<float> same;  // numbers
         for (const uint16_t& value : rounded.rounded[kept]) {
           same.push_back(static_cast<float>(LoadFloat(DType::kBF16, reinterpret_cast<const char*>(&value))));
@@ -110,6 +112,30 @@ TEST(SparseMlpRoundedWeightsOfManyThreads) {
       const std::vector<char> found = Run(rounded.Args(), isa, Parallel{});
       CheckOutput(rounded.problem, found, where);
       CHECK(Run(rounded.Args(), isa, pool.view()) == found, where, ": 33 threads give other bits than 1");
+      CountCases(1);
+    }
+  }
+}
+
+// What a run leaves in its workspace changes no bit of the next one: masks of 32 tokens that need every neuron are NaN
+// where the next run has tokens, and pairs read tokens up to a multiple of kMlpPadding.
+TEST(SparseMlpRoundedWeightsInAUsedWorkspace) {
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    for (const int64_t K : {70, 96, 333}) {
+      Case all;
+      all.T = 32, all.K = K, all.F = 192, all.N = 64, all.density = 1;
+      Case few = all;
+      few.T = 64, few.density = 0.08;
+      RoundedProblem first(all, 3, isa), second(few, 5, isa);
+      const std::unique_ptr<void, void (*)(void*)> workspace(
+          std::aligned_alloc(64, CpuSparseMlpWorkspace(second.Args(), isa)), std::free);
+      const std::string where = Text(CpuIsaName(isa), " ", Describe(few));
+      for (int i = 0; i < 2; ++i) {
+        CheckOutput(first.problem, RunIn(workspace.get(), first.Args(), isa, Parallel{}), where);
+        const std::vector<char> found = RunIn(workspace.get(), second.Args(), isa, Parallel{});
+        CheckOutput(second.problem, found, where);
+        CHECK(found == Run(second.Args(), isa, Parallel{}), where, ": other bits than in a workspace of its own");
+      }
       CountCases(1);
     }
   }
@@ -215,8 +241,8 @@ void CheckAttribute(int64_t tokens) {
   CHECK(rounded != plain, "nothing was rounded");
   CheckOutput(problem, plain, "without the attribute");
   for (Values* weight : {&problem.up_weight, &problem.down_weight}) RoundWeight(weight);
-  problem.bf16_tokens = CpuBf16MlpTokens(BestCpuIsa());
-  CheckOutput(problem, rounded, "with rounded weights");
+  problem.least_bf16_tokens = CpuMlpLeastBf16Tokens(BestCpuIsa());
+  CheckOutput(problem, rounded, "with attribute allow_bf16");
   CountCases(3);
 }
 

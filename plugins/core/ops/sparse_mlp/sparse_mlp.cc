@@ -260,7 +260,7 @@ class SparseMlpOp final : public Op {
     STOF_RETURN_IF_ERROR(CheckCounts(input_count, 1));
     STOF_RETURN_IF_ERROR(Binder(attributes_, inputs, input_count).Bind(&args));
     FindRounded(inputs, &args);
-    if (args.T > 0 && args.N > 0) *workspace = CpuSparseMlpWorkspace(args);
+    if (args.T > 0 && args.N > 0) *workspace = CpuSparseMlpWorkspace(args, BestCpuIsa());
     return Status();
   }
 
@@ -284,8 +284,9 @@ class SparseMlpOp final : public Op {
     }
     FindRounded(inputs, &args);
     void* workspace = nullptr;
-    STOF_RETURN_IF_ERROR(context.Allocate(CpuSparseMlpWorkspace(args), &workspace));
-    CpuSparseMlp(args, BestCpuIsa(), workspace, context.parallel);
+    const CpuIsa isa = BestCpuIsa();
+    STOF_RETURN_IF_ERROR(context.Allocate(CpuSparseMlpWorkspace(args, isa), &workspace));
+    CpuSparseMlp(args, isa, workspace, context.parallel);
     return Status();
   }
 

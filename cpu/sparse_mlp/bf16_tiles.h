@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of matmuls in bf16 with fp32 sums: rows by panels of 16 columns, whose elements lie pair by pair along the
-// depth.
+// Tiles of bf16 matmuls with fp32 sums: c += a · panels.
 //
-// Of gate and up, rows are those of neurons and columns are tokens; of down, rows are tokens and columns are those of
-// the output.
-#ifndef STOF_CPU_SPARSE_MLP_BF16_PRODUCTS_H_
-#define STOF_CPU_SPARSE_MLP_BF16_PRODUCTS_H_
+// Gate and up: a has weight rows, panels have tokens. Down: a has tokens, panels have 16 columns of down rows. A panel
+// interleaves two steps of the depth, as vdpbf16ps and AMX read them.
+#ifndef STOF_CPU_SPARSE_MLP_BF16_TILES_H_
+#define STOF_CPU_SPARSE_MLP_BF16_TILES_H_
 
 #include <cstdint>
 #include <cstring>
@@ -19,11 +18,11 @@ namespace stof {
 namespace cpu {
 namespace {
 
-constexpr int64_t kPanelWidth = 16;  // columns
-constexpr int64_t kAheadPairs = 16;  // pairs of the depth between two calls of `ahead`: 64 bytes of a row
+constexpr int64_t kPanelWidth = 16;     // columns
+constexpr int64_t kPrefetchPairs = 16;  // pairs of the depth between two calls of `prefetch`: 64 bytes of a row
 
 // a: rows `a_stride` elements apart. panels: [depth / 2, 16, 2] each, `panel_stride` elements apart. c: rows `c_stride`
-// apart. depth is a multiple of 2 kAheadPairs.
+// apart. depth is a multiple of 2 kPrefetchPairs.
 struct Bf16Factors {
   const Bf16* a;
   int64_t a_stride;
@@ -36,28 +35,28 @@ struct Bf16Factors {
 #if defined(STOF_TILES)
 constexpr int64_t kRowUnit = kSumRows;
 constexpr int kMostTileRows = 2 * kSumRows, kMostTilePanels = 2;
-static_assert(kSumColumns == kPanelWidth && kTileDepth == 2 * kAheadPairs);
+static_assert(kSumColumns == kPanelWidth && kTileDepth == 2 * kPrefetchPairs);
 
-template <int kRows, int kPanels, typename Ahead>
-void AddTileOf(const Bf16Factors& f, const Ahead& ahead) {
+template <int kRows, int kPanels, typename Prefetch>
+void AddTileOf(const Bf16Factors& f, const Prefetch& prefetch) {
   STOF_STORE_FOR_TILES();
   LoadTileGrid<kRows, kPanels>(f.c, 4 * f.c_stride);
   for (int64_t k = 0; k < f.depth; k += kTileDepth) {
-    ahead(k / 2);
+    prefetch(k / 2);
     AddTileGrid<kRows, kPanels>(f.a + k, 2 * kSumRows * f.a_stride, f.panels + k * kPanelWidth, 2 * f.panel_stride,
                                 2 * f.a_stride);
   }
   StoreTileGrid<kRows, kPanels>(f.c, 4 * f.c_stride);
 }
 
-// c[rows, 16 panels] += a · panels, at most kMostTileRows and kMostTilePanels. ahead(pair) prefetches. Rows are
-// computed up to a multiple of kRowUnit.
-template <typename Ahead>
-void AddBf16Tile(const Bf16Factors& f, int64_t rows, int64_t panels, const Ahead& ahead) {
+// c[rows, 16 panels] += a · panels, at most kMostTileRows and kMostTilePanels. prefetch(pair) is called along the way.
+// Rows are computed up to a multiple of kRowUnit.
+template <typename Prefetch>
+void AddBf16Tile(const Bf16Factors& f, int64_t rows, int64_t panels, const Prefetch& prefetch) {
   if (rows > kSumRows) {
-    panels > 1 ? AddTileOf<2, 2>(f, ahead) : AddTileOf<2, 1>(f, ahead);
+    panels > 1 ? AddTileOf<2, 2>(f, prefetch) : AddTileOf<2, 1>(f, prefetch);
   } else {
-    panels > 1 ? AddTileOf<1, 2>(f, ahead) : AddTileOf<1, 1>(f, ahead);
+    panels > 1 ? AddTileOf<1, 2>(f, prefetch) : AddTileOf<1, 1>(f, prefetch);
   }
 }
 #else
@@ -65,8 +64,8 @@ constexpr int64_t kRowUnit = 1;
 // 12 × 2 sums, 2 operands and a broadcast: 27 of 32 registers.
 constexpr int kMostTileRows = 12, kMostTilePanels = 2;
 
-template <int kRows, int kPanels, typename Ahead>
-void AddTileOf(const Bf16Factors& f, const Ahead& ahead) {
+template <int kRows, int kPanels, typename Prefetch>
+void AddTileOf(const Bf16Factors& f, const Prefetch& prefetch) {
   __m512 sum[kRows][kPanels];
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i) {
@@ -74,9 +73,9 @@ void AddTileOf(const Bf16Factors& f, const Ahead& ahead) {
     for (int j = 0; j < kPanels; ++j) sum[i][j] = _mm512_loadu_ps(f.c + i * f.c_stride + j * kPanelWidth);
   }
   const int64_t pairs = f.depth / 2;
-  for (int64_t k0 = 0; k0 < pairs; k0 += kAheadPairs) {
-    ahead(k0);
-    for (int64_t k = k0; k < k0 + kAheadPairs; ++k) {
+  for (int64_t k0 = 0; k0 < pairs; k0 += kPrefetchPairs) {
+    prefetch(k0);
+    for (int64_t k = k0; k < k0 + kPrefetchPairs; ++k) {
       __m512bh x[kPanels];
 #pragma GCC unroll 2
       for (int j = 0; j < kPanels; ++j) {
@@ -99,17 +98,17 @@ void AddTileOf(const Bf16Factors& f, const Ahead& ahead) {
   }
 }
 
-// c[rows, 16 panels] += a · panels, at most kMostTileRows and kMostTilePanels. ahead(pair) prefetches.
-template <int kRows = kMostTileRows, typename Ahead>
-void AddBf16Tile(const Bf16Factors& f, int64_t rows, int64_t panels, const Ahead& ahead) {
+// c[rows, 16 panels] += a · panels, at most kMostTileRows and kMostTilePanels. prefetch(pair) is called along the way.
+template <int kRows = kMostTileRows, typename Prefetch>
+void AddBf16Tile(const Bf16Factors& f, int64_t rows, int64_t panels, const Prefetch& prefetch) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return AddBf16Tile<kRows - 1>(f, rows, panels, ahead);
+    if (rows < kRows) return AddBf16Tile<kRows - 1>(f, rows, panels, prefetch);
   }
-  panels > 1 ? AddTileOf<kRows, 2>(f, ahead) : AddTileOf<kRows, 1>(f, ahead);
+  panels > 1 ? AddTileOf<kRows, 2>(f, prefetch) : AddTileOf<kRows, 1>(f, prefetch);
 }
 #endif
 
 }  // namespace
 }  // namespace cpu
 }  // namespace stof
-#endif  // STOF_CPU_SPARSE_MLP_BF16_PRODUCTS_H_
+#endif  // STOF_CPU_SPARSE_MLP_BF16_TILES_H_
