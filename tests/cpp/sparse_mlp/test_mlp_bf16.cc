@@ -2,6 +2,7 @@
 // The sparse MLP with fp32 weights rounded to bf16, and the operator with attribute allow_bf16: every instruction set
 // of this machine against the definitions with rounded weights, and with rounded tokens and hidden values where the set
 // has kernels for them.
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -166,6 +167,31 @@ TEST(SparseMlpInfiniteRoundedWeights) {
           const bool is_equal =
               std::memcmp(found.data() + t * c.N * 4, finite.data() + t * c.N * 4, static_cast<size_t>(c.N) * 4) == 0;
           CHECK(is_equal != is_touched[static_cast<size_t>(t)], CpuIsaName(isa), " ", Describe(c), " token ", t);
+        }
+        CountCases(1);
+      }
+    }
+  }
+}
+
+// An infinite hidden value at a down row with an infinite weight: infinity in all columns of the tokens that need it.
+TEST(SparseMlpInfiniteHiddenValues) {
+  constexpr int64_t kNeuron = 5;
+  for (const CpuIsa isa : IsasOfThisMachine()) {
+    for (const int64_t T : {3, 17, 64}) {
+      for (const double density : {0.1, 0.95}) {
+        Case c;
+        c.T = T, c.K = 70, c.F = 60, c.N = 150, c.density = density;
+        RoundedProblem rounded(c, 12, isa);
+        rounded.rounded[1][static_cast<size_t>(kNeuron * c.K)] = 0x7f80;
+        rounded.rounded[2][static_cast<size_t>(kNeuron * c.N)] = 0x7f80;
+        const std::vector<char> bytes = Run(rounded.Args(), isa, Parallel{});
+        for (int64_t i = 0; i < T * c.N; ++i) {
+          float found;
+          std::memcpy(&found, bytes.data() + 4 * i, 4);
+          const bool is_needed = rounded.problem.gate.values[static_cast<size_t>(i / c.N * c.F + kNeuron)] > 0;
+          CHECK(is_needed ? std::isinf(found) : std::isfinite(found), CpuIsaName(isa), " ", Describe(c), " element ", i,
+                " is ", found);
         }
         CountCases(1);
       }
