@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -16,7 +17,7 @@ from gemm_layers import HIDDEN, REAL, LayerGraph, bert_layer
 from precision_runs import run
 
 from stof.errors import VerifyError
-from stof.verification.evidence import check_evidence, check_sites_alone, find_nonfinite_outputs
+from stof.verification.evidence import check_evidence, check_sites_alone, find_nan_weight, find_nonfinite_outputs
 from stof.verification.result import Comparison, Coverage, Verification
 
 
@@ -127,9 +128,28 @@ def test_a_fault_is_told_first() -> None:
     fault = Comparison("z", np.inf, 0.0, False)
     nothing = comparison(0, 8)
     result = Verification(comparisons=[nothing, fault])
-    check_evidence(result, [[nothing, fault]], ["y", "z"])
-    with pytest.raises(VerifyError, match=r"no element of output 'y'.*on the one set of inputs"):
-        check_evidence(Verification(comparisons=[nothing]), [[nothing]], ["y"])
+    check_evidence(result, [[nothing, fault]], ["y", "z"], lambda: "w")
+    with pytest.raises(VerifyError, match=r"no element of output 'y'.*on the one set of inputs.*weight 'w' holds NaN"):
+        check_evidence(Verification(comparisons=[nothing]), [[nothing]], ["y"], lambda: "w")
+    check_evidence(Verification(comparisons=[nothing]), [[nothing]], ["y"], lambda: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_a_weight_with_nan_is_found_inside_and_outside_the_file(dtype: str, tmp_path: Path) -> None:
+    """The last element of many, which are looked at in blocks."""
+    numbers = np.ones(3 << 20, np.float32).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    for is_nan in (False, True):
+        numbers[-1] = np.nan if is_nan else 1
+        weight = numpy_helper.from_array(numbers, "w")
+        graph = helper.make_graph([], "g", [], [], [numpy_helper.from_array(np.array([3], np.int64), "n"), weight])
+        model = helper.make_model(graph)
+        assert find_nan_weight(model, tmp_path) == ("w" if is_nan else None)
+        onnx.save(
+            model, tmp_path / "model.onnx", save_as_external_data=True, location=f"weights{is_nan}", size_threshold=64
+        )
+        outside = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+        assert outside.graph.initializer[1].data_location == TensorProto.EXTERNAL
+        assert find_nan_weight(outside, tmp_path) == ("w" if is_nan else None)
 
 
 def test_sites_without_outputs() -> None:

@@ -35,7 +35,7 @@ from stof.verification.case_plan import CasePlan, count_affordable_tokens, descr
 from stof.verification.compare import find_undefined_outputs
 from stof.verification.compare_output import compare_output
 from stof.verification.decisions.held_comparisons import HeldComparisons
-from stof.verification.evidence import check_evidence
+from stof.verification.evidence import check_evidence, find_nan_weight
 from stof.verification.model_inputs import default_inputs
 from stof.verification.padding.longer_padding import LongerPadding
 from stof.verification.padding.padded_batch import PaddedBatch, measure_padding
@@ -148,7 +148,7 @@ class Verifier:
 
         Raises:
             RuntimeFailure: when ONNX Runtime does not run the original.
-            VerifyError: when not one output could be compared within the limits, or no element of one.
+            VerifyError: when not one output could be compared within the limits, or no element of one for NaN in a weight.
         """
         start = time.monotonic()
         if not self.cases:
@@ -169,7 +169,9 @@ class Verifier:
             if run is None or not run.compared:
                 raise VerifyError(str(error) if run is None else run.explain_limit(error)) from error
             run.result.complete = False
-        check_evidence(run.result, run.collect(), self.output_names)
+        check_evidence(
+            run.result, run.collect(), self.output_names, lambda: find_nan_weight(self.original, source.parent)
+        )
         run.result.seconds = time.monotonic() - start
         return run.result
 
