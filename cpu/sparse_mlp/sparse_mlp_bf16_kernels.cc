@@ -131,16 +131,15 @@ class DownPart {
   // Columns [begin, end) of neurons [first, first + count) of the list, at most kDownDepth. leaves_out: rows that are
   // not finite are added to the tokens alone that need them.
   void Add(int64_t first, int64_t count, int64_t begin, int64_t end, bool leaves_out) {
-    PackHiddenRows(first, count);
     for (int64_t n = begin; n < end; n += kDownColumns) {
-      if (leaves_out) PackHiddenRows(first, count);  // again those that the columns before have left out
+      if (n == begin || leaves_out) PackHiddenRows(first, count);  // the columns before have left out others
       const int64_t columns = Min(kDownColumns, end - n);
       const Bf16* row[kDownDepth];
       for (int64_t i = 0; i < depth_; ++i) {
-        const bool is_added = i < count && !(leaves_out && !IsFinite(RowAt(first + i, n), columns));
-        row[i] = is_added ? RowAt(first + i, n) : nullptr;
-        // A hidden value may be infinite, and times the zeros of a row that is left out NaN.
-        for (int64_t t = 0; t < b_.tokens && !is_added; ++t) hidden_[t * kHiddenStride + i] = 0;
+        const bool is_left_out = i < count && leaves_out && !IsFinite(RowAt(first + i, n), columns);
+        row[i] = i < count && !is_left_out ? RowAt(first + i, n) : nullptr;
+        // Infinity times the zeros of a row that is left out would be NaN.
+        if (is_left_out) ClearHidden(i);
       }
       for (int64_t i = 0; i < depth_; i += 2) InterleaveRows(row[i], row[i + 1], columns, rows_ + i * kPanelWidth);
       const bool is_last = n + columns == end;
@@ -165,11 +164,8 @@ class DownPart {
   // hidden_[t, i] of `count` neurons, whose values are numbers of bf16 already. Zeros up to the depth.
   void PackHiddenRows(int64_t first, int64_t count) {
     depth_ = RoundUp(count, kBf16Padding);
-    for (int64_t i = 0; i < depth_; ++i) {
-      if (i >= count) {
-        for (int64_t t = 0; t < b_.tokens; ++t) hidden_[t * kHiddenStride + i] = 0;
-        continue;
-      }
+    for (int64_t i = count; i < depth_; ++i) ClearHidden(i);
+    for (int64_t i = 0; i < count; ++i) {
       const float* const from = b_.hidden + (first + i) * b_.tokens;
       for (int64_t t = 0; t < b_.tokens; ++t) {
         uint32_t bits;
@@ -177,6 +173,10 @@ class DownPart {
         hidden_[t * kHiddenStride + i] = static_cast<Bf16>(bits >> 16);
       }
     }
+  }
+
+  void ClearHidden(int64_t i) {
+    for (int64_t t = 0; t < b_.tokens; ++t) hidden_[t * kHiddenStride + i] = 0;
   }
 
   static bool IsFinite(const Bf16* row, int64_t columns) {

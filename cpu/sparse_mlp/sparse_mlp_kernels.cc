@@ -79,7 +79,7 @@ inline void SetIdleToZero(const MlpBlock& b, int64_t first, int64_t last) {
   }
 }
 
-// Rounds x to bf16, kept in fp32: the down kernel packs the upper halves. Subnormal numbers stay, while the
+// Rounds x to bf16, kept in fp32: the down kernel packs the upper 16 bits. Subnormal numbers stay, while the
 // instructions by which other kernels round make them 0: a result may have either.
 inline void RoundInPlace(int64_t count, float* x) {
   constexpr int64_t kStep = 256;

@@ -51,7 +51,7 @@ def written(tmp_path: Path, kind: str, count: int) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("elementwise_chains", 100), ("elementwise_only", 150), ("constant_nodes", 100), ("attentions", 8)],
+    [("elementwise_chains", 200), ("elementwise_only", 300), ("constant_nodes", 200), ("attentions", 12)],
 )
 def test_work_grows_with_the_model_and_no_faster(tmp_path: Path, kind: str, count: int) -> None:
     run(written(tmp_path, kind, count), "on")  # imports and caches

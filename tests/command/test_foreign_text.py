@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from stof.graph.index import all_nodes
 
 HOSTILE = "\x1b[31m\nwritten: fake\r\x07\u202e\u2028\x9b"
 ESCAPED = r"\x1b[31m\nwritten: fake\r\x07\u202e\u2028\x9b"
-DAMAGED = 600 if os.environ.get("STOF_TEST_ALL") else 240
 Ended = Callable[..., tuple[int, list[str], list[str]]]
 
 
@@ -225,10 +223,10 @@ def damaged(data: bytes, seed: int) -> bytes:
 
 
 def test_damaged_models_end_with_a_status_and_one_line(ended: Ended) -> None:
-    """Many of them; that a model is damaged is never an error of the command itself. (Without ONNX Runtime.)"""
+    """600 of them; that a model is damaged is never an error of the command itself. (Without ONNX Runtime.)"""
     models = [renamed("").SerializeToString(), foreign_operator("theirs").SerializeToString()]
     statuses: Counter[int] = Counter()
-    for seed in range(DAMAGED):
+    for seed in range(600):
         status, out, err = ended(damaged(models[seed % 2], seed), "--no-verify")
         assert status in (0, 3), f"seed {seed}: {err}"
         assert len(err) == (status != 0), f"seed {seed}: {err}"
@@ -236,4 +234,4 @@ def test_damaged_models_end_with_a_status_and_one_line(ended: Ended) -> None:
         assert out or err, f"seed {seed}"
         statuses[status] += 1
     # Both ends are met: damage in a name or a comment leaves a model that can be read.
-    assert min(statuses[0], statuses[3]) > DAMAGED / 12, statuses
+    assert min(statuses[0], statuses[3]) > 50, statuses

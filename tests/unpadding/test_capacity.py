@@ -35,7 +35,7 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import quantize_dynamic
 from test_unpadding_fuzz import batches, chains
 
-_EXAMPLES = 300 if os.environ.get("STOF_TEST_ALL") else 12
+_EXAMPLES = 300 if os.environ.get("STOF_TEST_ALL") else 25
 
 
 def at_capacity(model: onnx.ModelProto, capacity: int, unpad: str = "auto") -> onnx.ModelProto:

@@ -155,7 +155,7 @@ def test_a_capacity_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=400 if os.environ.get("STOF_TEST_ALL") else 12, print_blob=True)
+@settings(max_examples=400 if os.environ.get("STOF_TEST_ALL") else 25, print_blob=True)
 def test_random_chains(data: st.DataObject) -> None:
     """Operators of any kind around attention, some of which stays, with tensors in many layouts."""
     model, _ = data.draw(chains())

@@ -26,7 +26,7 @@ from encoders import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-_EXAMPLES = 600 if os.environ.get("STOF_TEST_ALL") else 24
+_EXAMPLES = 600 if os.environ.get("STOF_TEST_ALL") else 40
 _SIZE = WIDTH // HEADS
 
 # Layouts of tensors: their dimensions by letter; f is batch times positions, n the width, h and d heads and their width.

@@ -56,30 +56,34 @@ def test_no_verify_writes_it(tmp_path: Path) -> None:
     assert target.exists()
 
 
-def test_one_output_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other one is compared, and does not stand for it."""
+def two_outputs(folder: Path, operator: str, number: float) -> tuple[Path, str]:
+    """A model whose second output is its first one behind an operator with a number, and that output's name."""
     g = LayerGraph()
     attended = g.attention(*[g.heads("x")] * 3)
-    unknown = g.add("Mul", [attended, g.constant(float("nan"))])
-    model = onnx.load(g.save(tmp_path / "model.onnx", attended))
-    model.graph.output.append(helper.make_tensor_value_info(unknown, TensorProto.FLOAT, ["batch", "sequence", HIDDEN]))
-    onnx.save(model, tmp_path / "model.onnx")
-    status, target, _ = run(tmp_path, tmp_path / "model.onnx")
+    second = g.add(operator, [attended, g.constant(number)])
+    path = g.save(folder / "model.onnx", attended)
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_tensor_value_info(second, TensorProto.FLOAT, ["batch", "sequence", HIDDEN]))
+    onnx.save(model, path)
+    return path, second
+
+
+def test_one_output_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other one is compared, and does not stand for it."""
+    model, unknown = two_outputs(tmp_path, "Mul", np.nan)
+    status, target, _ = run(tmp_path, model)
     assert (status, target.exists()) == (2, False)
     assert f"no element of output {unknown!r}:" in capsys.readouterr().err
 
 
 def test_infinities_that_both_have_are_compared(tmp_path: Path) -> None:
     """An output of -inf alone, as a mask without a key, is right where the result has it, too."""
-    g = LayerGraph()
-    attended = g.attention(*[g.heads("x")] * 3)
-    endless = g.add("Sub", [attended, g.constant(float("inf"))])
-    model = onnx.load(g.save(tmp_path / "model.onnx", attended))
-    model.graph.output.append(helper.make_tensor_value_info(endless, TensorProto.FLOAT, ["batch", "sequence", HIDDEN]))
-    onnx.save(model, tmp_path / "model.onnx")
-    status, target, report = run(tmp_path, tmp_path / "model.onnx")
+    model, endless = two_outputs(tmp_path, "Sub", np.inf)
+    status, target, report = run(tmp_path, model)
     assert (status, target.exists()) == (0, True)
-    assert report["verification"]["comparisons"]
+    coverages = [c["coverage"] for c in report["verification"]["comparisons"] if repr(endless) in c["what"]]
+    assert coverages
+    assert all(c["equal_infinite"] == c["nonfinite"] > 0 for c in coverages)
 
 
 def test_outputs_that_are_sequences_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@
 
 namespace stof::test::sparse_mlp {
 
-// The output of a run in a workspace of at least the bytes that are asked for. The output is poisoned before.
+// What CpuSparseMlp writes into a poisoned output. workspace: CpuSparseMlpWorkspace bytes at least.
 inline std::vector<char> RunIn(void* workspace, const SparseMlpArgs& given, CpuIsa isa, const Parallel& parallel) {
   SparseMlpArgs args = given;
   std::vector<char> output(static_cast<size_t>(args.T * args.N * SizeOf(args.dtype)), static_cast<char>(0xff));
@@ -27,7 +27,7 @@ inline std::vector<char> RunIn(void* workspace, const SparseMlpArgs& given, CpuI
   return output;
 }
 
-// The output of a run with a workspace of the size that is asked for, which is poisoned before.
+// What CpuSparseMlp writes with a poisoned workspace of exactly CpuSparseMlpWorkspace bytes.
 inline std::vector<char> Run(const SparseMlpArgs& args, CpuIsa isa, const Parallel& parallel) {
   const size_t bytes = CpuSparseMlpWorkspace(args, isa);
   const std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, std::max<size_t>(64, bytes)),
